@@ -27,7 +27,7 @@ import megatron_offload
 
 PACKAGE = Path(megatron_offload.__file__).parent
 PARTS = {
-    "hooks and boundaries": "boundary hooks manager recording guard graph_break",
+    "hooks and boundaries": "boundary hooks manager recording guard",
     "records": "chunk saved_tensor marks",
     "blocks and copies": "transfers releases reloads group",
     "decisions and budgets": "core/step core/group core/budget core/window engine/step learning",

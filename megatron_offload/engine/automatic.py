@@ -20,10 +20,10 @@ import torch
 
 from megatron_offload.core.group import GroupState
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.hooks import (
     apart,
+    graph_break,
     is_in_backward,
     is_traced,
     must_be_apart,

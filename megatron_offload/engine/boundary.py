@@ -23,8 +23,8 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Pick
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.nested import first_tensor

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any, TypeVar, cast
 
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import apart, has_modes
+from megatron_offload.engine.hooks import apart, graph_break, has_modes
 from megatron_offload.errors import OffloadError, StateError
 
 F = TypeVar("F", bound=Callable[..., Any])

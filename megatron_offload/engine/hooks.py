@@ -1,11 +1,16 @@
-"""What is in force in this thread: a backward, hooks of saved tensors, and a program's modes."""
+"""What is in force in this thread: a backward, hooks of saved tensors, and a program's modes.
+
+Also how what the program is traced or compiled into is kept apart from the engine: that keeps books
+about memory, which no graph can hold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import is_grad_enabled
@@ -22,10 +27,13 @@ from torch._C._autograd import (  # type: ignore[attr-defined]  # its stub has n
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
+from torch._C._dynamo import eval_frame
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CHECKPOINT = "torch.utils.checkpoint"
 """The owner of hooks of checkpoints that aren't reentrant; others' show in their rerun alone."""
@@ -140,3 +148,20 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     with ExitStack() as undo:
         leave_modes(undo)
         return function(*args)
+
+
+def graph_break(function: F) -> F:
+    """Keep the compiler out of a function and of all that it calls; use as a decorator.
+
+    Called from code that is being compiled it ends the graph; the next begins after it.
+    ``torch.compiler.disable`` does so too, but it imports the whole compiler (seconds), and puts a
+    second call around each one. So the marks that it sets are set here.
+    """
+    assert isinstance(function, FunctionType)
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    vars(function).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="activation offload runs between graphs, see docs/compile.md",
+    )
+    return function

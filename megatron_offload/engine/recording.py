@@ -15,11 +15,11 @@ from megatron_offload import __version__
 from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.guard import Guard
 from megatron_offload.engine.hooks import (
     CHECKPOINT,
     RECOMPUTE,
+    graph_break,
     is_in_backward,
     is_recording,
     others_hooks,

@@ -10,9 +10,8 @@ import weakref
 import torch
 
 from megatron_offload.engine.block_state import HAVE_SOURCE, IN_FLIGHT, RELOADED
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import Block
-from megatron_offload.engine.hooks import apart, has_modes
+from megatron_offload.engine.hooks import apart, graph_break, has_modes
 from megatron_offload.errors import InPlaceModificationError
 from megatron_offload.memory.layout import TensorLayout
 from megatron_offload.memory.storage_ref import count_together

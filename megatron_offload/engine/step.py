@@ -15,9 +15,9 @@ from megatron_offload.core.group import DONE, RECORDING
 from megatron_offload.core.step import StepDecisions
 from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import guarded
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers

@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import others_hooks, owner_of_hooks, put_on, take_off
+from megatron_offload.engine.hooks import (
+    graph_break,
+    others_hooks,
+    owner_of_hooks,
+    put_on,
+    take_off,
+)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.model_map.module_hooks import hook_calls, named_modules, unhook

@@ -22,7 +22,7 @@ from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends import current_device
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats

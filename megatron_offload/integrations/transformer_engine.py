@@ -20,8 +20,13 @@ from torch import nn
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups, unpack
 from megatron_offload.engine.chunk import READY_MARK, ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import is_recording, owner_of, owner_of_hooks, put_on
+from megatron_offload.engine.hooks import (
+    graph_break,
+    is_recording,
+    owner_of,
+    owner_of_hooks,
+    put_on,
+)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
 from megatron_offload.engine.nested import inner_tensors

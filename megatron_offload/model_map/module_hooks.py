@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.nested import first_tensor
 from megatron_offload.errors import ConfigError
 

@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from megatron_offload.engine.automatic import AutomaticGroups
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import is_in_backward, is_recording
+from megatron_offload.engine.hooks import graph_break, is_in_backward, is_recording
 from megatron_offload.recompute.patches import PatchStack
 
 Cache: Any = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)

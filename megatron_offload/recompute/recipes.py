@@ -18,8 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import has_modes, owner_of_hooks
+from megatron_offload.engine.hooks import graph_break, has_modes, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.nested import is_wrapper, tensors_in

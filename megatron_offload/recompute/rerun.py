@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.recompute.proof import sums_of
 
 Form = tuple[torch.Size, torch.dtype] | None

@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megatron_offload.config import RECOMPUTE_SITES
-from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.observer import recompute
