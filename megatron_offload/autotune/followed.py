@@ -133,7 +133,7 @@ class FollowedRows(OldAttributes):
         self.is_converged = manager.config.tuned_policy is None
         if not self.is_converged:
             manager.follow_rows(None)
-            manager.learner.open()
+            manager.learner.follow_rules(is_open=True)
 
     @property
     def manager(self) -> PipelineOffloadManager:

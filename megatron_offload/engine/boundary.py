@@ -1,15 +1,8 @@
 """Where a layer group begins and ends, in forward and in backward.
 
-A saved tensor enters each file once on its way to the host, and once on its way back:
-
-    pack      chunk -> saved_tensor, group (its block)
-    commit    here -> step -> releases (measures) -> core/step (decides) -> transfers (copies)
-    release   core/window (when) -> releases (waits, and drops the source)
-    backward  here -> step -> core/step (decides) -> reloads (copies back)
-    unpack    saved_tensor -> reloads (waits)
-
-Outside a chunk, without grad, and inside a checkpoint or its recompute both functions do nothing.
-Inside `PipelineOffloadManager.step` a group that has no chunk begins one.
+What follows is the first walk of ``docs/design.md``: a saved tensor, from pack to unpack. Outside a
+chunk, without grad, and inside a checkpoint or its recompute both functions do nothing. Inside
+`PipelineOffloadManager.step` a group that has no chunk begins one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """A layer group, and the blocks of memory that it saves.
 
-Lifetimes are the memory management. A record holds its block and a group refers to its blocks
-weakly, so memory goes with the last record, whatever became of the backward; that on the host with
-the next call of the engine:
-
-    autograd graph -> SavedTensor -> Block -> host region | reload target
-    sources in flight -> aliases of the source, until the compute stream has waited for the copy
-
-Where a block's bytes are, its state says (`megatron_offload.engine.block_state`).
+Lifetimes are the memory management, as ``docs/design.md`` draws them. A record holds its block and
+a group refers to its blocks weakly, so memory goes with the last record, whatever became of the
+backward; that on the host with the next call of the engine. Where a block's bytes are, its state
+says (`megatron_offload.engine.block_state`).
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import HAVE_SOURCE, KEPT, LOST, MOVES, SAVED
 from megatron_offload.engine.rules import Rules
+from megatron_offload.engine.stats import Sums
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, bytes_of
 from megatron_offload.memory.storage_ref import StorageRef, count_together
@@ -311,7 +308,7 @@ class OffloadGroup(Group):
     def __init__(self, key: GroupKey, name: str, budget: DeviceBudget, rules: Rules) -> None:
         super().__init__(key, name, budget)
         self.rules = rules
-        self.dropped_bytes: dict[str, int] = {}
+        self.dropped_bytes = Sums()
         self.references: list[BlockRef] = []
         """Its own blocks, and those that it shares with a group before it."""
 
@@ -324,10 +321,7 @@ class OffloadGroup(Group):
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        for found in self.references:
-            if (block := found()) is not None and block.group is self:
-                return False
-        return True
+        return all(block.group is not self for block in self.blocks())
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""

@@ -13,12 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from megatron_offload.engine.hooks import apart, graph_break, has_modes
+from megatron_offload.engine.hooks import F, apart, graph_break, has_modes
 from megatron_offload.errors import OffloadError, StateError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _logger = logging.getLogger(__name__)
 

@@ -68,8 +68,8 @@ class Learner:
         self._chosen_by: KeepRules | None = None
         self._largest_bytes = 0
         policy = config.policy if config.enabled else None
-        self._ratio = policy.ratio if isinstance(policy, RatioConfig) else None
-        self.policy = KeepRules(config.fraction, ratio=self._ratio)
+        ratio = policy.ratio if isinstance(policy, RatioConfig) else None
+        self.policy = KeepRules(config.fraction, ratio=ratio)
 
     # What is followed
 
@@ -83,30 +83,25 @@ class Learner:
             fraction = config.fraction
         if delta_bytes is None or "delta_bytes_across_pp_ranks" in given:
             delta_bytes = int(config.delta_bytes_across_pp_ranks)
-        self.policy = KeepRules(fraction, pp_rank * delta_bytes, self._ratio)
+        self.policy = KeepRules(fraction, pp_rank * delta_bytes, self.policy.ratio)
         self.pp_rank = pp_rank
 
     @property
     def keeps_everything(self) -> bool:
         """Whether each group is kept by the rules, whatever it has."""
-        return self.policy.fraction == 0.0 and self._ratio is None
+        return self.policy.fraction == 0.0 and self.policy.ratio is None
 
     @property
     def is_ruled(self) -> bool:
         """Whether the caller's model says what is kept, where no policy does."""
         return self._config.policy is None and self.policy != KeepRules()
 
-    def follow_rules(self) -> None:
-        """Follow the configuration's rules again, which ends `open`."""
-        self.is_open, self.kept = False, {}
+    def follow_rules(self, *, is_open: bool = False) -> None:
+        """Follow the configuration's rules again, or keep what the device has room for."""
+        self.is_open, self.kept = is_open, {}
         self._transfers.budget.restart()
         if self.profile is not None:
             self._choose(self.profile)
-
-    def open(self) -> None:
-        """Keep all that the device has room for, until it is known what is to be offloaded."""
-        self.follow_rules()
-        self.is_open = True
 
     # What is learned
 
@@ -135,11 +130,6 @@ class Learner:
         self._last_chunk = max((group.key.chunk for group in groups), default=0)
         moving = (group.num_bytes for group in groups if group.key not in self.kept)
         self._largest_bytes = max(moving, default=0)
-
-    def restart(self) -> None:
-        """Learn anew what the step looks like; what is followed and kept remains."""
-        self.profile = None
-        self._transfers.kept_by_others.clear()
 
     def reason_to_keep(self, group: OffloadGroup) -> str:
         """Return why a group is to be kept on the device; empty where it may be offloaded."""

@@ -270,8 +270,8 @@ class PipelineOffloadManager(Recording):
             self.guard.left.clear()
             self.transfers.abandon(self.decisions.groups())
             if self.guard.has_failed:
-                self.learner.restart()
-                self.guard.has_failed = False
+                self.learner.profile, self.guard.has_failed = None, False
+                self.transfers.kept_by_others.clear()
             self._begin_step()
 
     @guarded

@@ -32,6 +32,7 @@ from megatron_offload.engine.block_state import (
 from megatron_offload.engine.group import Block, OffloadGroup
 from megatron_offload.engine.guard import guarded
 from megatron_offload.engine.reloads import Reloads
+from megatron_offload.engine.stats import Sums
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import bytes_of
 from megatron_offload.memory.storage_ref import StorageRef, has_no_other, num_owners, use_count_of
@@ -75,10 +76,7 @@ class Releases(Reloads):
         moving: list[Block] = []
         others, chooses = self.kept_by_others, group.rules.should_offload
         num_bytes = 0
-        for found in group.references:
-            block = found()
-            if block is None:
-                continue
+        for block in group.blocks():
             if block.group is group:
                 group.recorded_bytes += block.num_bytes
             if block.recipe is not None and self._drops(group, block):
@@ -111,8 +109,8 @@ class Releases(Reloads):
             if block.identity not in self.kept_by_others:
                 refusal = recipe.bind(block.aliases, block.stream, drops=group.rules.recomputes)
             if refusal and not recipe.is_counted:
-                recipe.is_counted, refused = True, stats.refused_recipe_bytes
-                refused[refusal] = refused.get(refusal, 0) + num_bytes
+                recipe.is_counted = True
+                stats.refused_recipe_bytes[refusal] += num_bytes
             if refusal or not group.rules.recomputes:
                 block.recipe = None
                 return False
@@ -127,15 +125,10 @@ class Releases(Reloads):
             self._drop_source(block.aliases, block.stream, group, block)
             if not recipe.is_counted:  # by one who saves it in no group
                 recipe.is_counted = True
-                by_unit, dropped, name = (
-                    stats.recomputed_bytes_by_unit,
-                    group.dropped_bytes,
-                    block.name,
-                )
-                by_unit[recipe.unit] = by_unit.get(recipe.unit, 0) + num_bytes
-                stats.by_name[name].recomputed_bytes += num_bytes
-                dropped[name] = dropped.get(name, 0) + num_bytes
-                self.host_pool.alone.add(name, num_bytes)
+                stats.recomputed_bytes_by_unit[recipe.unit] += num_bytes
+                stats.by_name[block.name].recomputed_bytes += num_bytes
+                group.dropped_bytes[block.name] += num_bytes
+                self.host_pool.alone.add(block.name, num_bytes)
         group.needs = tuple(sorted({*group.needs, *recipe.needs()} - {group.key}))
         return True
 
@@ -263,9 +256,8 @@ class Releases(Reloads):
     def learn_owners(self, group: OffloadGroup) -> None:
         """See, now that backward is here, which blocks something else keeps on the device."""
         others = self.kept_by_others
-        for found in group.references:
-            block = found()
-            if block is None or block.state is RELOADED or block.was_reached:
+        for block in group.blocks():
+            if block.state is RELOADED or block.was_reached:
                 continue  # it left, or what another group has read of it is an owner now
             block.was_reached = True
             if block.state is not SAVED or block.identity in others:
@@ -281,7 +273,7 @@ class Releases(Reloads):
         self.backend.sync_copies()
         self.window.abandon()
         for group in groups:
-            group.moving, group.copies, group.dropped_bytes = (), (), {}
+            group.moving, group.copies, group.dropped_bytes = (), (), Sums()
             for block in group.blocks():
                 block.abandon()
             if group.state is not DONE:

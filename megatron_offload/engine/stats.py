@@ -12,6 +12,13 @@ from megatron_offload.files.renames import OldAttributes, OldKeys
 _MOST_REASONS = 3
 
 
+class Sums(dict[str, int]):
+    """Bytes by name; of a name that is new, 0."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
+
+
 @dataclass(slots=True)
 class GroupStats(OldAttributes):
     """All groups of one name in one step."""
@@ -29,7 +36,7 @@ class GroupStats(OldAttributes):
     kept_bytes: int = 0
     """Bytes that were kept: by rule, for want of host memory, needed soon, or too small to be
     offloaded. What several groups save counts once."""
-    kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
+    kept_bytes_by_reason: dict[str, int] = field(default_factory=Sums)
     """The same bytes by why they were kept, in words for people."""
     num_late_reloads: int = 0
     """Groups whose backward began before their reload was issued."""
@@ -37,8 +44,7 @@ class GroupStats(OldAttributes):
     def keep(self, num_bytes: int, reason: str) -> None:
         """Count bytes that were kept on the device."""
         self.kept_bytes += num_bytes
-        by_reason = self.kept_bytes_by_reason
-        by_reason[reason] = by_reason.get(reason, 0) + num_bytes
+        self.kept_bytes_by_reason[reason] += num_bytes
 
 
 class _ByName(dict[str, GroupStats]):
@@ -91,11 +97,11 @@ class StepStats(OldAttributes):
     why: str = ""
     """Why nothing is offloaded, as far as that was decided; else nothing."""
 
-    recomputed_bytes_by_unit: dict[str, int] = field(default_factory=dict)
+    recomputed_bytes_by_unit: dict[str, int] = field(default_factory=Sums)
     """What was dropped to be recomputed, by kind and pattern of `OffloadConfig.recompute`."""
     proven_bytes: int = 0
     """Bytes that were recomputed and compared with what was saved."""
-    refused_recipe_bytes: dict[str, int] = field(default_factory=dict)
+    refused_recipe_bytes: dict[str, int] = field(default_factory=Sums)
     """Bytes that have a recipe and were kept or offloaded all the same, by why, in words for
     people."""
 

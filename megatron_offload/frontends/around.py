@@ -148,7 +148,7 @@ def begin_anew(manager: PipelineOffloadManager) -> None:
     """Forget what was found for another model; keep all that there is room for until one comes."""
     leave_search(manager)
     if manager.config.tuned_policy is not None:
-        manager.learner.open()
+        manager.learner.follow_rules(is_open=True)
 
 
 class AroundForwards(saved_tensors_hooks):

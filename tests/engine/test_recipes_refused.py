@@ -276,7 +276,7 @@ def test_nothing_is_noted_inside_a_checkpoint_or_its_recompute(reentrant):
 
 def test_what_is_open_recomputes_nothing():
     manager = make_manager()
-    manager.learner.open()
+    manager.learner.follow_rules(is_open=True)
     assert check(manager, of(torch.cos)).recomputed_bytes == 0
     (group,) = manager.learner.profile.groups
     assert group.num_bytes == 2 * TENSOR_BYTES
