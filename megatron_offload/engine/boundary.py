@@ -54,7 +54,7 @@ def start_group(
         return tensors
     hook = partial(manager.leave_backward, group)
     if tensor.grad_fn is None:  # a leaf, which may outlive its graph, and the hook must not
-        group.leaf_hook = tensor.register_hook(hook)
+        group.unhook = tensor.register_hook(hook).remove
     else:
         _hook_gradient(tensor, hook)
     return tensors
@@ -107,7 +107,7 @@ def commit_group(
         return tensors
     if forced_released_tensors:
         group.force(forced_released_tensors)
-    manager.commit(group, delay=delay)
+    manager.commit(group, delay)
     hook_backward(tensors, partial(manager.enter_backward, group))
     return tensors
 

@@ -14,11 +14,10 @@ from torch._C import _len_torch_dispatch_stack
 
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import SAVED
-from megatron_offload.engine.group import Block, OffloadGroup, Recipe
+from megatron_offload.engine.group import Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.hooks import apart, graph_break, must_be_apart
 from megatron_offload.engine.marks import Marks, has_own_bytes, is_opted_out, is_parameter
 from megatron_offload.engine.nested import inner_tensors, is_wrapper
-from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import LAYOUTS, TensorLayout, layout_of

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_offload.backends.base import Event, Stream
@@ -22,7 +21,6 @@ from megatron_offload.core.budget import DeviceBudget
 from megatron_offload.core.group import Group
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import HAVE_SOURCE, KEPT, LOST, MOVES, SAVED
-from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.stats import Sums
 from megatron_offload.memory.host_pool import HostRegion
 from megatron_offload.memory.layout import ALIGNMENT_BYTES, TensorLayout, bytes_of
@@ -34,6 +32,27 @@ needed. Not an attribute of it, with which it couldn't be pickled."""
 
 NO_BASE = id(None)
 """`Record.base` of what is no view."""
+
+
+@dataclass(slots=True)
+class Rules:
+    """What of one chunk's groups is offloaded, and how much of it may be in flight."""
+
+    min_tensor_bytes: int = 0
+    """Smaller tensors are kept on the device."""
+    min_tensor_elements: int = 0
+    """The same in elements; both must hold."""
+    max_inflight_groups: int | None = None
+    """Most groups of one name whose device memory is held for their copies."""
+    max_inflight_blocks: int | None = None
+    """The same for blocks, of all names."""
+    should_offload: Callable[[int], bool] | None = None
+    """Is asked for each new block, with its bytes, whether it is offloaded, be it needed soon or
+    not. None for all, as far as that is of use."""
+    configured: tuple[str, ...] = ()
+    """The units and patterns that the configuration names."""
+    recomputes: bool = True
+    """Whether tensors that have a recipe are recomputed; else they are offloaded."""
 
 
 class Record(Protocol):
@@ -292,6 +311,7 @@ class OffloadGroup(Group):
         d2h: the event behind them.
         dropped_bytes: what of it is off the device to be recomputed, until backward comes to it,
             by name.
+        unhook: takes the hook off the leaf that it started with, if it did; leaves outlive graphs.
         forced: tensors that something else keeps alive and that are not read again.
         pick: which of its tensors are offloaded; None: all that can be.
         recorded_bytes: what it saves first: without offload that is on the device.
@@ -300,7 +320,7 @@ class OffloadGroup(Group):
     moving: Sequence[Block] = ()
     copies: Sequence[tuple[Lease, Stream, torch.Tensor]] = ()
     d2h: Event = None
-    leaf_hook: RemovableHandle | None = None
+    unhook: Callable[[], object] | None = None
     forced: tuple[weakref.ref[torch.Tensor], ...] = ()
     pick: Pick | None = None
     recorded_bytes = 0
@@ -326,9 +346,3 @@ class OffloadGroup(Group):
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
         return [block for found in self.references if (block := found()) is not None]
-
-    def unhook(self) -> None:
-        """Take the hook off the leaf that the group started with; leaves outlive graphs."""
-        if self.leaf_hook is not None:
-            self.leaf_hook.remove()
-            self.leaf_hook = None

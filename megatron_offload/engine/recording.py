@@ -15,6 +15,7 @@ from megatron_offload import __version__
 from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
 from megatron_offload.engine.chunk import ChunkOffloadHandler
+from megatron_offload.engine.group import Rules
 from megatron_offload.engine.guard import Guard
 from megatron_offload.engine.hooks import (
     CHECKPOINT,
@@ -30,7 +31,6 @@ from megatron_offload.engine.hooks import (
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
-from megatron_offload.engine.rules import Rules
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.step import Step
 from megatron_offload.engine.transfers import Transfers

@@ -17,7 +17,6 @@ from megatron_offload.engine.checking import leaks_of
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import guarded
-from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import Transfers
@@ -85,7 +84,7 @@ class Step(StepDecisions[OffloadGroup]):
         self.entered.clear()
         self.delayed.clear()
         for group in self.groups():
-            if group.leaf_hook is not None and not group.blocks():
+            if group.unhook is not None and not group.blocks():
                 group.unhook()
             if group.dropped_bytes:
                 self._transfers.count_recomputed(group)
@@ -164,14 +163,9 @@ class Step(StepDecisions[OffloadGroup]):
 
     # Boundaries
 
-    @graph_break
-    def commit_group(self, group: OffloadGroup, *, delay: bool = False) -> None:
-        """Decide about a group whose forward is over, and issue its copies.
-
-        Args:
-            group: the group, closed.
-            delay: leave that to `flush_delayed_groups`.
-        """
+    @guarded
+    def commit_group(self, group: OffloadGroup, delay: bool = False) -> None:
+        """Decide about a closed group and issue its copies, or leave that to a flush."""
         for observer in self._observers:
             observer.group_commits(group)
         if delay:
@@ -181,7 +175,6 @@ class Step(StepDecisions[OffloadGroup]):
         for observer in self._observers:
             observer.group_committed(group)
 
-    @guarded
     def _commit(self, group: OffloadGroup) -> None:
         transfers = self._transfers
         if group.pick is not None:
@@ -232,7 +225,7 @@ class Step(StepDecisions[OffloadGroup]):
             return
         for observer in self._observers:
             observer.backward_leaves(group)
-        if group.leaf_hook is not None:
+        if group.unhook is not None:
             group.unhook()
         if group.state is not DONE and self.knows(group):
             self._recorded_bytes -= group.recorded_bytes

@@ -160,7 +160,7 @@ class ChunkOffloadHandler:
         group = self.chunk.close_group(name) if engine.records() else None
         if group is not None:
             group.force(forced or ())
-            engine.commit(group, delay=delay)
+            engine.commit(group, delay)
         return group
 
     # Backward
