@@ -19,20 +19,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from megatron_offload.core.group import GroupState
+from megatron_offload.engine import hooks
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
-from megatron_offload.engine.hooks import (
-    apart,
-    graph_break,
-    is_in_backward,
-    is_traced,
-    must_be_apart,
-    owner_of,
-    owner_of_hooks,
-    put_on,
-    take_off,
-    take_off_all,
-)
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
 from megatron_offload.engine.nested import SavedWrapper, hollow, is_wrapper
@@ -130,7 +119,7 @@ class AutomaticGroups:
     """None of one that began while the manager rests."""
     _reached: dict[OffloadGroup, None] = field(default_factory=dict, init=False)
 
-    @graph_break
+    @hooks.graph_break
     def begin(
         self, name: str | None = None, *, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> None:
@@ -156,23 +145,23 @@ class AutomaticGroups:
         chunk.rules.should_offload = self.should_offload
         pack = None
         may_record = self.manager.may_record and not by_rows  # else hooks of modules do
-        if may_record and not (is_in_backward() or self.manager.is_hidden(name or self.name)):
+        if may_record and not (hooks.is_in_backward() or self.manager.is_hidden(name or self.name)):
             pack = self.pack
-            put_on(pack, unpack)
+            hooks.put_on(pack, unpack)
         self._forwards.append(Forward(chunk, pack, name or self.name))
         if self.watch is not None and len(self._forwards) == 1:
             self.watch.begin()
 
-    @graph_break
+    @hooks.graph_break
     def end(self, *, has_failed: bool = False) -> None:
         """Undo the last `begin`; what was saved since a failure's last group is kept."""
         forward = self._forwards.pop() if self._forwards else None
         if forward is None:
             return
         if forward.pack is not None:
-            take_off(partial(eq, forward.pack))
+            hooks.take_off(partial(eq, forward.pack))
         if has_failed:
-            take_off_all(self.manager.transfers)  # of a call inside that an interrupt has cut short
+            hooks.take_off_all(self.manager.transfers)  # of a call that an interrupt has cut short
             forward.chunk.close_group(forward.name)
         else:
             self._record_complete(forward, is_over=True)
@@ -196,8 +185,8 @@ class AutomaticGroups:
 
         A keyboard interrupt at the last line of a ``with`` statement's entry skips its exit.
         """
-        while owner_of_hooks() is self:
-            take_off(lambda pack: owner_of(pack) is self)
+        while hooks.owner_of_hooks() is self:
+            hooks.take_off(lambda pack: hooks.owner_of(pack) is self)
             forward = self._forwards.pop() if self._forwards else None
             if forward is not None:
                 forward.chunk.close_group(None)
@@ -209,7 +198,7 @@ class AutomaticGroups:
             yield
             self.leave_spent()  # else the last groups would be left in the next step
 
-    @graph_break
+    @hooks.graph_break
     def end_step_if_over(self) -> bool:
         """End the step if something was saved in it and nothing of that is left; return whether."""
         self.leave_spent()
@@ -218,15 +207,16 @@ class AutomaticGroups:
             self.on_step()
         return is_over
 
-    @graph_break
+    @hooks.graph_break
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Record a tensor that autograd saves; the pack hook."""
-        if must_be_apart():
-            return apart(self.pack, tensor)
+        if hooks.must_be_apart():
+            return hooks.apart(self.pack, tensor)
         forward = self.forward  # None between two lines of `begin`
         if forward is None or forward.pack is None:
             return SavedTensor(tensor, self.name)
-        if is_in_backward() or torch.compiler.is_compiling() or is_traced():  # first: a recompute
+        is_recompute = hooks.is_in_backward()
+        if is_recompute or torch.compiler.is_compiling() or hooks.is_traced():
             return SavedTensor(tensor, self.name)
         if self._is_full(forward):  # not before: a kernel may fill what it saves behind that
             self._commit(forward)
@@ -304,7 +294,7 @@ class AutomaticGroups:
                 self.manager.leave_backward(group)
 
 
-@graph_break
+@hooks.graph_break
 def unpack(packed: Packed) -> torch.Tensor:
     """Return what was packed; the unpack hook."""
     return packed.unpack()

@@ -14,20 +14,10 @@ import torch
 from megatron_offload import __version__
 from megatron_offload.config import RECOMPUTE_SITES, OffloadConfig
 from megatron_offload.core.row_config import LOSS, MODEL, RowConfig
+from megatron_offload.engine import hooks
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import Rules
 from megatron_offload.engine.guard import Guard
-from megatron_offload.engine.hooks import (
-    CHECKPOINT,
-    RECOMPUTE,
-    graph_break,
-    is_in_backward,
-    is_recording,
-    others_hooks,
-    put_on,
-    take_off,
-    take_off_all,
-)
 from megatron_offload.engine.learning import Learner
 from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.observer import Observer
@@ -109,7 +99,7 @@ class Recording:
             for observer in observers:
                 self.observers.remove(observer)
 
-    @graph_break
+    @hooks.graph_break
     def mark_not_offload(self, tensor: torch.Tensor | None) -> None:
         """Keep a tensor, and all that shares its storage, on the device."""
         if tensor is not None:
@@ -211,7 +201,7 @@ class Recording:
 
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
-        return self.may_record and is_recording()
+        return self.may_record and hooks.is_recording()
 
     def may_recompute(self, unit: str, *, drops: bool = False) -> bool:
         """Whether a unit is to be recomputed now: hooks of rows before may be left on it.
@@ -232,7 +222,7 @@ class Recording:
         named = self._offloaded if is_marked else self._row_names
         if not self.may_record or (self.rows is not None and name not in named):
             return False
-        if not is_recording():
+        if not hooks.is_recording():
             self.is_hidden(name)  # which says so
             return False
         return True
@@ -253,7 +243,7 @@ class Recording:
                 "close() has given the memory of this context or manager back: make a new one, or "
                 "close it when training is over"
             )
-        if is_in_backward():
+        if hooks.is_in_backward():
             return  # a recompute, maybe in autograd's thread; nothing of it is recorded
         self.guard.claim(lambda: is_inside or bool(self._packs) or not self.decisions.is_idle())
 
@@ -272,12 +262,13 @@ class Recording:
 
     def recorded_chunk(self) -> ChunkOffloadHandler | None:
         """Return the chunk whose forward runs, where it matters how its tensors are made."""
-        return self.decisions.chunk if self.do_offload and is_recording(needs_grad=False) else None
+        is_recorded = self.do_offload and hooks.is_recording(needs_grad=False)
+        return self.decisions.chunk if is_recorded else None
 
     def is_hidden(self, name: str) -> bool:
         """Whether hooks of others are in force; a reentrant checkpoint shows in its rerun alone."""
-        others, in_backward = others_hooks(), is_in_backward()
-        is_checkpoint = not others if in_backward else others.startswith(CHECKPOINT)
+        others, in_backward = hooks.others_hooks(), hooks.is_in_backward()
+        is_checkpoint = not others if in_backward else others.startswith(hooks.CHECKPOINT)
         is_hidden = bool(others) and not in_backward
         if torch.is_grad_enabled() and (is_hidden or is_checkpoint):
             self.transfers.stats.num_hidden_groups += 1
@@ -289,13 +280,13 @@ class Recording:
 
     def warn_of_others(self) -> None:
         """Say once whose hooks are in force: others than a checkpoint's, whose rerun is known."""
-        others = others_hooks()
-        if others and not others.startswith((CHECKPOINT, RECOMPUTE)):
+        others = hooks.others_hooks()
+        if others and not others.startswith((hooks.CHECKPOINT, hooks.RECOMPUTE)):
             self.transfers.warn_once(_HIDDEN, others)
 
     # Hooks
 
-    @graph_break
+    @hooks.graph_break
     def __enter__(self) -> Self:
         chunk = self.decisions.chunk
         pack = None
@@ -308,16 +299,16 @@ class Recording:
         """Put a pack hook in force until `__exit__`, or none."""
         self._packs.append(pack)  # first, so that none is in force that isn't known here
         if pack is not None:
-            put_on(pack, SavedTensor.unpack)
+            hooks.put_on(pack, SavedTensor.unpack)
 
-    @graph_break
+    @hooks.graph_break
     def __exit__(self, *exception: object) -> None:
         pack = self._packs[-1] if self._packs else None
         if pack is not None:
-            take_off(partial(is_, pack))
+            hooks.take_off(partial(is_, pack))
         del self._packs[-1:]
 
     def _take_off_hooks(self) -> None:
         """Take off all, whatever cut short the code that was to do so."""
         self._packs.clear()
-        take_off_all(self.transfers)
+        hooks.take_off_all(self.transfers)
