@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import eq
 from threading import get_ident
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,16 +31,6 @@ _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32
 """A group ends when it has this fraction of what its forward has saved so far: each costs the
 host as much as several tensors."""
-
-
-class Watch(Protocol):
-    """Watches forwards; see `megatron_offload.model_map.watch.RowWatch`."""
-
-    def begin(self) -> None:
-        """A forward begins."""
-
-    def end(self, *, has_failed: bool) -> None:
-        """It ends."""
 
 
 @dataclass(slots=True)
@@ -112,8 +102,9 @@ class AutomaticGroups:
     should_offload: Callable[[int], bool] | None = None
     finds_steps: bool = True
     on_step: Callable[[], None] | None = None
-    watch: Watch | None = field(default=None, init=False)
-    """Is called when the outermost forward begins and ends, where rows say what is recorded."""
+    at_begin: Callable[[], None] | None = field(default=None, init=False)
+    at_end: Callable[..., None] | None = field(default=None, init=False)
+    """Are called when the outermost forward begins and ends, where rows say what is recorded."""
     _thread: int = field(default=0, init=False)
     _forwards: list[Forward | None] = field(default_factory=list, init=False)
     """None of one that began while the manager rests."""
@@ -149,8 +140,8 @@ class AutomaticGroups:
             pack = self.pack
             hooks.put_on(pack, unpack)
         self._forwards.append(Forward(chunk, pack, name or self.name))
-        if self.watch is not None and len(self._forwards) == 1:
-            self.watch.begin()
+        if self.at_begin is not None and len(self._forwards) == 1:
+            self.at_begin()
 
     @hooks.graph_break
     def end(self, *, has_failed: bool = False) -> None:
@@ -167,8 +158,8 @@ class AutomaticGroups:
             self._record_complete(forward, is_over=True)
             self._commit(forward)
         forward.chunk.recipes.clear()  # they hold what they are bound to
-        if self.watch is not None and not self._forwards:
-            self.watch.end(has_failed=has_failed)
+        if self.at_end is not None and not self._forwards:
+            self.at_end(has_failed=has_failed)
 
     @property
     def forward(self) -> Forward | None:

@@ -66,16 +66,6 @@ class Record(Protocol):
     version: int
 
 
-class Store(Protocol):
-    """What has the bytes of blocks, and frees them."""
-
-    def target_of(self, block: Block) -> torch.Tensor:
-        """Return what a released block is reloaded to; the program is ordered behind that."""
-
-    def keep_source(self, block: Block) -> None:
-        """Keep a block's source on the device for a reader, on whatever stream."""
-
-
 @dataclass(slots=True, eq=False)
 class Reload:
     """One bulk reload."""
@@ -115,7 +105,7 @@ class Block:
 
     Attributes:
         state: where its bytes are.
-        store: who has its bytes.
+        store: the `Transfers` that have its bytes.
         group: the group that saved it first.
         stream: what the program computed on when it did.
         index: its place among the blocks of that group.
@@ -164,7 +154,7 @@ class Block:
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
-        self, store: Store, group: OffloadGroup, record: Record, stream: Stream, storage_key: int
+        self, store: Any, group: OffloadGroup, record: Record, stream: Stream, storage_key: int
     ) -> None:
         alias, layout = record.alias, record.layout
         low, high, spec = layout.low, layout.high, layout.spec

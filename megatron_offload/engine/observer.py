@@ -20,9 +20,8 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 class Observer:
     """Watches a manager; each method does nothing unless it is overridden.
 
-    What takes the device's or the engine's time is reported before and after: ``commits`` and
-    ``committed``. While one watches that ``needs_groups``, groups are recorded where nothing
-    would be offloaded, too.
+    What takes the device's or the engine's time is reported before and after. While one watches
+    that ``needs_groups``, groups are recorded where nothing would be offloaded, too.
     """
 
     needs_groups = True
@@ -33,20 +32,14 @@ class Observer:
     def group_commits(self, group: OffloadGroup) -> None:
         """A forward leaves a group; of a commit that is put off it is reported twice."""
 
-    def group_committed(self, group: OffloadGroup) -> None:
-        """The engine has dealt with a commit."""
-
     def backward_enters(self, group: OffloadGroup) -> None:
         """A backward reaches a group's end."""
-
-    def backward_entered(self, group: OffloadGroup) -> None:
-        """The engine has dealt with that: the group is on the device, or on its way."""
 
     def backward_leaves(self, group: OffloadGroup) -> None:
         """A backward passes a group's start; never reported where the start needs no gradient."""
 
-    def backward_left(self, group: OffloadGroup) -> None:
-        """The engine has dealt with that."""
+    def boundary_passed(self, group: OffloadGroup) -> None:
+        """The engine has dealt with a commit, or with what was reported of a backward."""
 
     def tensor_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor, other than a parameter, in a group."""

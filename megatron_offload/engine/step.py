@@ -173,7 +173,7 @@ class Step(StepDecisions[OffloadGroup]):
         else:
             self._commit(group)
         for observer in self._observers:
-            observer.group_committed(group)
+            observer.boundary_passed(group)
 
     def _commit(self, group: OffloadGroup) -> None:
         transfers = self._transfers
@@ -216,7 +216,7 @@ class Step(StepDecisions[OffloadGroup]):
         super().enter_backward(group)
         self._transfers.learn_owners(group)
         for observer in self._observers:
-            observer.backward_entered(group)
+            observer.boundary_passed(group)
 
     @guarded
     def leave_backward(self, group: OffloadGroup, grad: object = None) -> None:
@@ -231,7 +231,7 @@ class Step(StepDecisions[OffloadGroup]):
             self._recorded_bytes -= group.recorded_bytes
         super().leave_backward(group)
         for observer in self._observers:
-            observer.backward_left(group)
+            observer.boundary_passed(group)
 
     @guarded
     def tick(self, num_bytes: int, is_backward: bool = False) -> bool:

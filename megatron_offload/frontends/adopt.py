@@ -127,7 +127,7 @@ def adopt_model(
     if watch is not None:
         watch.hook(is_called=groups is None)
     if groups is not None:
-        groups.watch = watch
+        groups.at_begin, groups.at_end = (watch.begin, watch.end) if watch else (None, None)
     return partial(_leave, ref(model), adopted)
 
 

@@ -105,17 +105,10 @@ class _Tracer(Observer):
         num_bytes = sum(block.num_bytes for block in group.blocks() if block.state is SAVED)
         self._live_bytes[group.key] = num_bytes
 
-    def group_committed(self, group: OffloadGroup) -> None:
-        self._live_bytes[group.key] -= sum(group.dropped_bytes.values())
-        self._sample()
-
     def backward_enters(self, group: OffloadGroup) -> None:
         self._leave_backwards(inner=group)
         self._open.append(("backward", group))
         self._pass_boundary()
-
-    def backward_entered(self, group: OffloadGroup) -> None:
-        self._sample()
 
     def backward_leaves(self, group: OffloadGroup) -> None:
         if ("backward", group) in self._open:  # else backward began inside it
@@ -123,7 +116,10 @@ class _Tracer(Observer):
             self._pass_boundary()
             self._live_bytes.pop(group.key, None)
 
-    backward_left = backward_entered
+    def boundary_passed(self, group: OffloadGroup) -> None:
+        if group.key in self._live_bytes:  # it was dropped at the commit, till backward enters
+            self._live_bytes[group.key] -= sum(group.dropped_bytes.values())
+        self._sample()
 
     def _leave_backwards(self, inner: OffloadGroup | None = None) -> None:
         """Leave the groups that backward is in, but for those around ``inner``."""

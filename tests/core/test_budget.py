@@ -18,10 +18,8 @@ class Counts(Observer):
         self.budget = budget
         self.seen = []
 
-    def group_committed(self, group):
+    def boundary_passed(self, group):
         self.seen.append((self.budget.inflight_bytes, self.budget.held_bytes))
-
-    backward_left = group_committed
 
 
 def watch(manager):

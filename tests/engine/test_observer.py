@@ -47,10 +47,10 @@ def test_every_event_of_one_group_comes_in_its_order():
     assert names(noting) == [
         *("group_starts", *["tensor_saved"] * 3, "group_commits"),
         *("block_offloads", "block_offloads", "copy_starts", "copy_issued"),
-        *("wait_starts", "wait_issued", "group_committed", "backward_enters"),
-        *("tensor_reloaded", "copy_starts", "copy_issued", "backward_entered"),
+        *("wait_starts", "wait_issued", "boundary_passed", "backward_enters"),
+        *("tensor_reloaded", "copy_starts", "copy_issued", "boundary_passed"),
         *("recompute_starts", "wait_starts", "wait_issued", "block_read", "recomputed"),
-        *(*["block_read"] * 3, "backward_leaves", "backward_left"),
+        *(*["block_read"] * 3, "backward_leaves", "boundary_passed"),
     ]
     assert set(names(noting)) == set(EVENTS)
     told = [args for name, *args in noting.events if name.endswith("issued")]
@@ -63,5 +63,5 @@ def test_two_are_reported_the_same_and_bits_are_identical():
         check_steps(model, manager, ORDER)
     assert both[0].events == both[1].events
     counts = Counter(names(both[0]))
-    assert counts["group_starts"] == counts["group_committed"] == counts["backward_left"] == 12
+    assert counts["group_starts"] * 3 == counts["boundary_passed"] == 36
     assert manager.observers == []
