@@ -26,7 +26,8 @@ def default_cap_bytes(share: float = 0.5, *, root: Path = Path("/")) -> int:
     ``root`` is the folder in which ``proc`` and ``sys`` lie.
     """
     available_kib = read_field(root / "proc/meminfo", "MemAvailable:")
-    free_bytes: float = _free_by_system() if available_kib is None else available_kib * 1024
+    # Another system than Linux is taken to have 8 GiB.
+    free_bytes: float = 8 << 30 if available_kib is None else available_kib * 1024
     for line in read_kernel_text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -37,15 +38,6 @@ def default_cap_bytes(share: float = 0.5, *, root: Path = Path("/")) -> int:
         for place in (group, *group.parents):
             free_bytes = min(free_bytes, _free_bytes(mount / place))
     return int(free_bytes * share)
-
-
-def _free_by_system() -> int:
-    """Return what a system other than Linux says: its whole memory, or nothing, taken as 8 GiB."""
-    free_bytes = 8 << 30
-    for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            free_bytes = os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-    return free_bytes
 
 
 def _free_bytes(folder: Path) -> float:
