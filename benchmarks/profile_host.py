@@ -29,7 +29,7 @@ PACKAGE = Path(megatron_offload.__file__).parent
 PARTS = {
     "hooks and boundaries": "boundary hooks manager recording guard",
     "records": "chunk saved_tensor marks",
-    "blocks and copies": "transfers releases reloads group",
+    "blocks and copies": "transfers copies group",
     "decisions and budgets": "core/step core/group core/budget core/window engine/step learning",
     "host and device memory": "host_pool",
     "streams and events": "base cuda simulated",

@@ -32,9 +32,9 @@ from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import BlockRef
 from megatron_offload.engine.observer import recompute
-from megatron_offload.engine.releases import KEPT_ALIVE
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
+from megatron_offload.engine.transfers import KEPT_ALIVE
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of

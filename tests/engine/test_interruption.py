@@ -39,7 +39,7 @@ from megatron_offload.memory.storage_ref import count_together
 ORDER = one_forward_one_backward(3, depth=2)
 SETTINGS = {"max_inflight_bytes": 12 * KIB, "prefetch_bytes": 12 * KIB, "min_tensor_bytes": 1024}
 
-STEP_NAMES = ("manager", "step", "transfers", "releases", "reloads", "group", "hooks", "recipe")
+STEP_NAMES = ("manager", "step", "transfers", "copies", "group", "hooks", "recipe")
 STEP_FILES = {f"{name}.py" for name in STEP_NAMES}
 BACKEND_CALLS = ("wait_compute", *traps.BACKEND_CALLS)
 BOUNDARY_CALLS = ("commit", "enter_chunk", "enter_backward", "leave_backward", "begin_chunk")

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from traps import LineTrap, Trap
 
-from megatron_offload.engine import releases
+from megatron_offload.engine import transfers
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -244,8 +244,8 @@ def test_a_graph_that_survives_an_interrupt_or_an_abort_is_still_right(monkeypat
         manager.abort()
     else:
         trap.error = KeyboardInterrupt
-        counts = trap.around(releases.use_count_of, after=True)
-        monkeypatch.setattr(releases, "use_count_of", counts)
+        counts = trap.around(transfers.use_count_of, after=True)
+        monkeypatch.setattr(transfers, "use_count_of", counts)
         trap.arm(position)
         with contextlib.suppress(KeyboardInterrupt):
             manager.join_offloads()

@@ -1,6 +1,8 @@
-"""The copies back to the device, and what a record is handed of its block.
+"""The copies, to the host and back: every copy of the engine is issued here.
 
-What something else has kept on the device all the time is taken from there.
+Of the six waits all but one are made here, each at one place; W2 is in
+`megatron_offload.engine.transfers`. What something else has kept on the device all the time is
+taken from there, and not copied back.
 """
 
 from __future__ import annotations
@@ -8,30 +10,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from megatron_offload.backends.base import Backend, Event, Pair, Stream, Wait
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.core.group import ON_HOST, RELOADING
+from megatron_offload.core.group import ON_HOST, RELOADING, RESIDENT
 from megatron_offload.core.window import InFlightWindow
-from megatron_offload.engine.block_state import DROPPED, EXTERNAL, LOST, MOVES, RELEASED, RELOADED
+from megatron_offload.engine.block_state import EXTERNAL, IN_FLIGHT, MOVES, RELEASED, RELOADED
 from megatron_offload.engine.group import Block, Lease, OffloadGroup, Reload
-from megatron_offload.engine.guard import Guard, guarded
+from megatron_offload.engine.guard import Guard
 from megatron_offload.engine.observer import Direction, Observer
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.errors import StateError
 from megatron_offload.memory.host_pool import HostPool, HostRegion
 from megatron_offload.memory.storage_ref import num_owners
 
+_SLAB_SHARE = 16
+"""Blocks of a group share a host region where they are at most this fraction of a slab: what is
+larger is allocated piece by piece, which fills slabs better, and copying it takes longer than
+that."""
+
+_Taken: TypeAlias = tuple[HostRegion, Sequence[Block], Sequence[torch.Tensor]]
+"""Host memory, the blocks that have a part of it, and these parts."""
+
 
 @dataclass(eq=False, repr=False)
-class Reloads:
-    """Brings blocks of one manager's groups to the device, and frees what they had.
+class Copies:
+    """Copies blocks of one manager's groups, and frees what they had.
 
     Attributes:
-        guard: held by the caller; `target_of` takes it itself.
+        guard: held by the caller.
         window: the groups whose copies to the host are in flight.
     """
 
@@ -48,6 +57,119 @@ class Reloads:
         self._leases: set[Lease] = set()
         """Of blocks that have something to free; kept here, since nothing reports one that
         goes together with its block."""
+
+    def begin_step(self) -> None:
+        """Count from zero; what is still on the host remains counted."""
+        self.stats = StepStats()
+        self.step_number += 1
+        self.host_pool.restart_peaks()
+
+    def counted(self) -> StepStats:
+        """Return the counters of the step so far."""
+        stats, pool = self.stats, self.host_pool
+        stats.peak_host_bytes = pool.stats.peak_in_use_bytes
+        stats.peak_released_bytes, stats.peak_released_bytes_by_name = pool.alone.peak()
+        return stats
+
+    # To the host
+
+    def offload(self, group: OffloadGroup) -> None:
+        """Issue the copies of the blocks that `measure` has found, and put them into the window.
+
+        A block for which the host has no room is kept on the device, and so is one whose storage
+        was emptied since: its user restores it before backward. Moves the group to
+        OFFLOADING, or to RESIDENT where nothing is left to move.
+        """
+        backend = self.backend
+        moving, group.moving = group.moving, ()
+        taken = self._take_host(group, moving)
+        if not taken:
+            group.advance(RESIDENT)
+            return
+        copies: list[tuple[Lease, Stream, torch.Tensor]] = []
+        group.copies = copies
+        pairs: list[Pair] = []
+        produced: dict[Event, None] = {}
+        reused: dict[Event, None] = {}
+        unready: dict[Stream, None] = {}
+        num_bytes, left, free = 0, self.guard.left.append, self.free
+        for region, blocks, hosts in taken:
+            if region.ready_event is not None:
+                reused[region.ready_event] = None
+            for block, host in zip(blocks, hosts, strict=False):
+                block.lease = lease = Lease(block, left)
+                lease.free, lease.group, lease.region = free, group, region
+                self._leases.add(lease)
+                block.host = host
+                block.state = MOVES[block.state, IN_FLIGHT]
+                source = alias = block.aliases[0]
+                if block.spec[1] is None:
+                    source = block.source()
+                stream = block.stream
+                copies.append((lease, stream, alias))
+                pairs.append((host, source))
+                num_bytes += block.num_bytes
+                if block.ready is not None:
+                    produced[block.ready] = None
+                else:
+                    unready[stream] = None
+                    if backend.observes:
+                        with backend.computing_on(stream):
+                            backend.note_produced(source, group.label)
+                for observer in self.observers:
+                    observer.block_offloads(block, source)
+        self.stats.by_name[group.name].offloaded_bytes += num_bytes
+        d2h_stream = backend.d2h_stream
+        if unready:
+            backend.wait_compute(d2h_stream, Wait.W1)
+            unready.pop(backend.compute_stream(), None)  # the forward may be over
+            for stream in unready:
+                produced[backend.record(stream)] = None
+        for event in produced:
+            backend.wait(d2h_stream, event, Wait.W1)
+        for event in reused:
+            backend.wait(d2h_stream, event, Wait.W5)
+        group.d2h = self._copy("d2h", pairs, group)
+        self.window.add(group, num_bytes, len(pairs))
+        rules = group.rules
+        if rules.max_inflight_groups is not None:
+            self.window.limit(rules.max_inflight_groups, lambda one, _: one.name == group.name)
+        if rules.max_inflight_blocks is not None:
+            self.window.limit(rules.max_inflight_blocks, lambda _, num_blocks: num_blocks)
+
+    def _take_host(self, group: OffloadGroup, moving: Sequence[Block]) -> list[_Taken]:
+        """Return host memory with the blocks for which there is some."""
+        pool, stats = self.host_pool, self.stats
+        found: list[Block] = []
+        for block in moving:
+            block.address = address = block.aliases[0].untyped_storage().data_ptr()
+            if address:
+                found.append(block)
+        if found and group.num_bytes * _SLAB_SHARE <= pool.slab_bytes:
+            region = pool.allocate_views([block.spec for block in found])
+            if region is not None:
+                return [(region, found, region.views)]
+        taken: list[_Taken] = []
+        num_unpinnable = pool.stats.num_unpinnable
+        for block in found:
+            region = pool.allocate(*block.spec)
+            if region is not None:
+                taken.append((region, [block], region.views))
+                continue
+            stats.num_refused_blocks += 1
+            stats.refused_bytes += block.num_bytes - block.kept_bytes
+            self.count_kept(block, "the host memory is full")
+        stats.num_unpinnable_blocks += pool.stats.num_unpinnable - num_unpinnable
+        return taken
+
+    def count_kept(self, block: Block, reason: str) -> None:
+        """Count a block as kept, but for what was counted of it before."""
+        num_bytes = block.num_bytes - block.kept_bytes
+        if num_bytes:
+            block.kept_bytes = block.num_bytes
+            self.stats.by_name[block.name].keep(num_bytes, reason)
+
+    # And back
 
     def reload(self, group: OffloadGroup, *, is_late: bool) -> bool:
         """Issue the reload of a group that is on the host; see `Actions.reload`.
@@ -150,46 +272,6 @@ class Reloads:
             for block in group.blocks():
                 if block.state is RELOADED:
                     self._wait_reload(block.lease, block.target)
-
-    # What records ask for
-
-    def target_of(self, block: Block) -> torch.Tensor:
-        """Return where a released block's bytes are, ordered before what the program does next.
-
-        Raises:
-            StateError: the data went with a step that was aborted.
-            CorruptionError: in checking mode, reloaded bits differ from offloaded ones.
-            torch.OutOfMemoryError: the device has no memory for it.
-        """
-        if block.state is RELOADED and not self.observers and not self.backend.observes:
-            reload = block.lease.reload  # this takes no lock, because it only looks
-            if not reload.targets and self.backend.compute_stream() is reload.stream:
-                return block.target
-        if block.state is DROPPED and block.recipe is not None:
-            return block.recipe.target_of(block)  # its call is the program's: no lock is held
-        return self._target_of(block)
-
-    @guarded
-    def _target_of(self, block: Block) -> torch.Tensor:
-        """Reload what is not reloaded yet, the whole group if it is on the host; and wait."""
-        group = block.group
-        if block.state is RELEASED and group.state is ON_HOST:
-            self.reload(group, is_late=True)
-        if block.state is RELEASED:
-            self._reload(group, [block], may_fail=False)
-        elif block.state is LOST:
-            raise StateError(
-                f"group {group.label} was saved in a step that was aborted; its data is "
-                "gone, run the forward again"
-            )
-        target = block.target
-        if block.state is RELOADED:
-            self._wait_reload(block.lease, target)
-            if self.backend.observes:
-                self.backend.note_consumed(target, group.label)
-        for observer in self.observers:
-            observer.block_read(block, target)
-        return target
 
     def _wait_reload(self, lease: Lease, target: torch.Tensor) -> None:
         """Make the compute stream wait for the reload of a target that it reads."""
