@@ -167,6 +167,11 @@ class AutomaticGroups:
         return self._forwards[-1] if self._forwards else None
 
     @property
+    def chunk(self) -> ChunkOffloadHandler | None:
+        """Its chunk, for what notes how it is made under these hooks."""
+        return None if self.forward is None else self.forward.chunk
+
+    @property
     def is_inside(self) -> bool:
         """Whether a forward is under way in this thread, recorded or not."""
         return bool(self._forwards) and self._thread == get_ident()

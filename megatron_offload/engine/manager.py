@@ -16,12 +16,12 @@ from megatron_offload.backends import create_backend
 from megatron_offload.backends.base import Backend
 from megatron_offload.config import OffloadConfig
 from megatron_offload.core.budget import DeviceBudget
-from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import Guard, guarded
 from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.learning import Learner
+from megatron_offload.engine.observer import Checker
 from megatron_offload.engine.recording import Recording
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.step import Step

@@ -251,9 +251,8 @@ class Recording:
         self, vp_stage: int = 0, min_tensor_bytes: int = 0, min_tensor_elements: int = 0
     ) -> ChunkOffloadHandler:
         """Return a chunk for a caller who opens and commits its groups by hand."""
-        rules = Rules(min_tensor_bytes, min_tensor_elements)
+        rules = Rules(min_tensor_bytes, min_tensor_elements, configured=self.recompute)
         rules.recomputes = not self.learner.is_open
-        rules.configured = self.recompute
         return ChunkOffloadHandler(self.transfers, self.marks, rules, vp_stage)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:

@@ -9,11 +9,12 @@ may outlive their step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from weakref import ref
 
 from megatron_offload.core.group import DONE, RECORDING
 from megatron_offload.core.step import StepDecisions
-from megatron_offload.engine.checking import leaks_of
+from megatron_offload.engine.block_state import RELOADED
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.guard import guarded
@@ -150,7 +151,7 @@ class Step(StepDecisions[OffloadGroup]):
         self.window.drain()
         self.last = stats = self._transfers.counted()
         if names_leaks or self._is_held:
-            stats.leaks = leaks_of(self.groups())
+            stats.leaks = _leaks_of(self.groups())
             if stats.leaks:
                 found = "\n".join(stats.leaks)
                 _logger.warning("the step has ended and graphs still hold memory:\n%s", found)
@@ -240,3 +241,18 @@ class Step(StepDecisions[OffloadGroup]):
         if counts and not is_backward and self.chunk is not None:
             self.chunk.saved_bytes += num_bytes
         return counts
+
+
+def _leaks_of(groups: Iterable[OffloadGroup]) -> tuple[str, ...]:
+    """Describe the groups that still hold memory: some graph of the step is alive."""
+    found = []
+    for group in groups:
+        blocks = group.blocks()
+        host_bytes = sum(block.num_bytes for block in blocks if block.host is not None)
+        device_bytes = sum(block.num_bytes for block in blocks if block.state is RELOADED)
+        if host_bytes or device_bytes:
+            left = "backward has left it" if group.state is DONE else group.state.name
+            found.append(
+                f"{group.label}: {host_bytes} bytes on the host, {device_bytes} reloaded ({left})"
+            )
+    return tuple(found)

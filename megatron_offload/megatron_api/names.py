@@ -17,8 +17,10 @@ from megatron_offload.engine.boundary import Tensors, commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager as Engine
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.megatron_api.handler import ChunkOffloadHandler as ChunkOffloadHandler
-from megatron_offload.megatron_api.manager import PipelineOffloadManager as PipelineOffloadManager
-from megatron_offload.megatron_api.summary import (
+from megatron_offload.megatron_api.manager import (
+    PipelineOffloadManager as PipelineOffloadManager,
+)
+from megatron_offload.megatron_api.manager import (
     print_offload_summary_table as print_offload_summary_table,
 )
 from megatron_offload.megatron_api.tensor_pool import GPUTensorPool as GPUTensorPool

@@ -31,16 +31,6 @@ class _Turn(NamedTuple):
     wait: str = ""
 
 
-class _Copy(NamedTuple):
-    """A copy whose times are still to be read."""
-
-    direction: Direction
-    label: str
-    start: Any
-    end: Any
-    num_bytes: int
-
-
 @contextmanager
 def trace_step(manager: PipelineOffloadManager, rank: int = 0) -> Iterator[StepTrace]:
     """Trace what runs inside; meant for one step, its ``reset`` included, after the first few.
@@ -65,7 +55,8 @@ class _Tracer(Observer):
         self._manager, self._backend = manager, manager.backend
         self._turns: list[_Turn] = []
         self._recomputing: list[str] = []
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[Direction, str, Any, Any, int]] = []
+        """Stream, group, when they began and ended, bytes."""
         self._open: list[tuple[str, OffloadGroup]] = []
         """The passes and groups that the program is in, innermost last."""
         self._live_bytes: dict[GroupKey, int] = {}
@@ -146,7 +137,7 @@ class _Tracer(Observer):
     def copy_issued(self, direction: Direction, pairs: Sequence[Pair], group: OffloadGroup) -> None:
         num_bytes = sum(destination.nbytes for destination, _ in pairs)
         since, end = self._copies_since, self._now_on(direction)
-        self._copies.append(_Copy(direction, group.label, since, end, num_bytes))
+        self._copies.append((direction, group.label, since, end, num_bytes))
         if direction == "d2h":
             self._inflight[group] += num_bytes
 
@@ -189,7 +180,7 @@ class _Tracer(Observer):
         self._turn()
         origin = self._turns[0].time
         times = [turn.time for turn in self._turns] + [time for _, time, _ in self._samples]
-        times += [time for copy in self._copies for time in (copy.start, copy.end)]
+        times += [time for _, _, *both, _ in self._copies for time in both]
         # The record keeps the keys' objects alive.
         at_us = {id(time): self._backend.sync_elapsed_us(origin, time) for time in times}
         first_us = min(at_us.values())  # a copy stream may have been ahead at the start

@@ -28,10 +28,9 @@ from torch.utils import _pytree as pytree
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.profile import GroupKey
 from megatron_offload.engine.block_state import DROPPED, SAVED
-from megatron_offload.engine.checking import Checker
 from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import BlockRef
-from megatron_offload.engine.observer import recompute
+from megatron_offload.engine.observer import Checker, recompute
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
 from megatron_offload.engine.transfers import KEPT_ALIVE

@@ -122,7 +122,7 @@ def test_a_graph_that_outlives_the_step_is_reported(caplog):
 
 
 def test_without_checking_nothing_is_summed(monkeypatch):
-    monkeypatch.setattr("megatron_offload.engine.checking.checksum", None)
+    monkeypatch.setattr("megatron_offload.engine.observer.checksum", None)
     model, manager = make_model(), make_manager()
     run_step(model, manager, ORDER)
 
