@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,6 +29,9 @@ from megatron_offload.memory.storage_ref import StorageRef, count_together
 SOURCES: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
 """By detached tensor, from what it was detached, where that is not read again: its node alone is
 needed. Not an attribute of it, with which it couldn't be pickled."""
+
+Record: TypeAlias = Any
+"""A `SavedTensor`, whose file imports this one."""
 
 NO_BASE = id(None)
 """`Record.base` of what is no view."""
@@ -53,17 +56,6 @@ class Rules:
     """The units and patterns that the configuration names."""
     recomputes: bool = True
     """Whether tensors that have a recipe are recomputed; else they are offloaded."""
-
-
-class Record(Protocol):
-    """What stands for a saved tensor."""
-
-    alias: torch.Tensor
-    base: int
-    block: Block | None
-    group_name: str
-    layout: TensorLayout
-    version: int
 
 
 @dataclass(slots=True, eq=False)
