@@ -45,36 +45,29 @@ class Forward:
     num_bytes: int = 0
     total_bytes: int = 0
     """Of all its groups."""
-    incomplete: list[tuple[_Later, Any, int]] = field(default_factory=list)
+    incomplete: list[tuple[_Saved, Any, int]] = field(default_factory=list)
     """What was saved while a collective was writing it, with its version then."""
 
 
 @dataclass(slots=True, eq=False)
-class _Later:
-    """A record that another takes the place of, once what was saved is complete."""
-
-    saved: Packed
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        return self.saved.unpack()
-
-
-@dataclass(slots=True, eq=False)
 class _Saved:
-    """A record, and the group that backward reaches with it."""
+    """A record, and the group that backward reaches with it.
+
+    It has none before what was saved is complete: another record takes the place of the first then.
+    """
 
     groups: AutomaticGroups
-    group: OffloadGroup
-    record: SavedTensor
+    group: OffloadGroup | None
+    record: Packed
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor; the first of its group reports backward to the manager."""
-        self.groups.reach(self.group)
+        if self.group is not None:
+            self.groups.reach(self.group)
         return self.record.unpack()
 
 
-Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved | _Later
+Packed: TypeAlias = SavedTensor | SavedWrapper | _Saved
 """What a pack hook has returned."""
 
 
@@ -223,7 +216,7 @@ class AutomaticGroups:
     def _record(self, forward: Forward, tensor: torch.Tensor) -> Packed:
         if type(tensor) is not torch.Tensor and not is_opted_out(tensor):
             if hasattr(tensor, "trigger_wait"):
-                later = _Later(SavedTensor(tensor, self.name))
+                later = _Saved(self, None, SavedTensor(tensor, self.name))
                 forward.incomplete.append((later, tensor, tensor._version))
                 return later
             alias = hollow(tensor) if is_wrapper(tensor) else None
@@ -249,7 +242,7 @@ class AutomaticGroups:
         incomplete, forward.incomplete = forward.incomplete, []
         for later, tensor, version in incomplete:
             if getattr(tensor, "completed", False) and tensor._version == version:
-                later.saved = self._record(forward, tensor.elem)
+                later.record = self._record(forward, tensor.elem)
             elif is_over:
                 forward.chunk.count_kept(forward.name, tensor)
             else:

@@ -9,8 +9,6 @@ from typing import Any
 from megatron_offload.core.units import format_bytes
 from megatron_offload.files.renames import OldAttributes, OldKeys
 
-_MOST_REASONS = 3
-
 
 class Sums(dict[str, int]):
     """Bytes by name; of a name that is new, 0."""
@@ -158,7 +156,7 @@ class StepStats(OldAttributes):
         reasons = Counter[str]()
         for group in self.by_name.values():
             reasons.update(group.kept_bytes_by_reason)
-        largest = reasons.most_common(_MOST_REASONS)
+        largest = reasons.most_common(3)
         least = largest[0][1] / 100 if largest else 0
         kept = ", ".join(f"{format_bytes(size)} ({why})" for why, size in largest if size > least)
         return f"{text}; kept: {kept}" if kept else text
