@@ -323,7 +323,10 @@ class OffloadGroup(Group):
     @property
     def is_spent(self) -> bool:
         """Whether no record needs any of its own blocks any more."""
-        return all(block.group is not self for block in self.blocks())
+        for found in self.references:
+            if (block := found()) is not None and block.group is self:
+                return False
+        return True
 
     def blocks(self) -> list[Block]:
         """Return the blocks that some record still needs."""
