@@ -19,11 +19,14 @@ example: megatron-offload run --offload-policy auto --offload-report runs/job pr
 from __future__ import annotations
 
 import argparse
+import builtins
+import pkgutil
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from megatron_offload.cli.options import parse_known
 from megatron_offload.errors import ConfigError
@@ -41,15 +44,30 @@ def read(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Name
 
 def run(given: argparse.Namespace) -> Callable[[], object]:
     """Put offload in place; return the script's run, whose errors and exit are its own."""
-    path = Path(given.script)
-    if not given.module and not path.exists():
-        raise ConfigError(f"there is no script {given.script!r}")
+    path = Path(given.script).absolute()
+    if not (given.module or path.exists()):
+        raise ConfigError(f"can't open file '{path}': no such file or directory")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
     from megatron_offload.run.launch import prepare, run_program
 
     prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
     sys.argv[:] = [given.script, *given.words]
-    module = partial(runpy.run_module, alter_sys=True)
-    program = partial(module if given.module else runpy.run_path, given.script, run_name="__main__")
+    run_module = partial(runpy.run_module, run_name="__main__", alter_sys=True)
+    program = partial(run_module if given.module else _run_script, given.script)
     return partial(run_program, given.script, program)
+
+
+def _run_script(name: str) -> None:
+    """Run a script as Python does, which gives it its whole path and leaves it the name it has."""
+    path = Path(name).absolute()
+    if path.suffix == ".pyc" or pkgutil.get_importer(str(path)) is not None:  # a folder, or zipped
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    before, main = sys.modules["__main__"], ModuleType("__main__")
+    vars(main).update(__file__=str(path), __builtins__=builtins)
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), path, "exec"), vars(main))  # noqa: S102 - the user's own
+    finally:
+        sys.modules["__main__"] = before

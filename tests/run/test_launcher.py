@@ -223,15 +223,19 @@ def not_prepared(monkeypatch):
 
 
 @pytest.mark.usefixtures("not_prepared")
-def test_exceptions_of_ours_in_the_script_are_no_errors_of_the_command(tmp_path, capsys):
+def test_exceptions_of_ours_in_the_script_are_no_errors_of_the_command(
+    tmp_path, monkeypatch, capsys
+):
     script = tmp_path / "job.py"
     script.write_text(
         "import sys\nfrom megatron_offload.errors import ConfigError\n"
-        "assert sys.argv[1:] == ['-x']\n"
-        "raise ConfigError('in the job')\n"
+        "assert sys.argv == ['job.py', '-x']\n"
+        "assert vars(sys.modules['__main__']) is globals()\n"
+        "raise ConfigError(f'in the job {__file__}')\n"
     )
-    with pytest.raises(ConfigError, match="in the job"):
-        cli.main(["run", str(script), "-x"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"in the job {script}"):
+        cli.main(["run", "job.py", "-x"])
     assert capsys.readouterr().err == ""
 
 
@@ -258,7 +262,7 @@ def test_a_module_ends_with_its_status_and_a_line_if_no_chunk_began(
             "--offload-policy: there is no kind 'autoo'; did you mean 'auto'?",
         ),
         (("--ofload-policy", "auto", "x.py"), "--ofload-policy; did you mean '--offload-policy'"),
-        (("/nowhere.py",), "there is no script '/nowhere.py'"),
+        (("/nowhere.py",), "can't open file '/nowhere.py': no such file or directory"),
         ((), "required: SCRIPT"),
         (
             ("--offload-recompute", "nrom", __file__),
