@@ -34,7 +34,7 @@ T = TypeVar("T")
 _MOST_COPIED_BYTES = 1 << 20
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_version_of = attrgetter("_version")
+_version_of, _needs_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,6 +169,7 @@ class ModuleState:
                 values[i] = own[id(values[i])]
             given = [*own.values()]
         self._given = Constants(given) if given else NO_CONSTANTS
+        self._need_grad = [*map(_needs_grad, given)]
         self._tensors = Constants(tensors) if tensors else NO_CONSTANTS
         self._contents: list[torch.Tensor] | None = None
 
@@ -209,15 +210,25 @@ class ModuleState:
         for i in self.layout.changing:  # it writes to copies, each time that it runs
             values[i] = _copy_of(values[i], copies)
         layout, now = _read(self._tables, self.layout)
+        flags = zip(self._given.tensors, self._need_grad, strict=True)
+        changed = [(x, flag) for x, flag in flags if x.requires_grad is not flag]
+
+        def put_back() -> None:
+            for x, flag in changed:
+                x.requires_grad_(not flag)
+            layout.put(self._tables, now)
+
         try:
+            for x, flag in changed:  # frozen or unfrozen since: the call would save other tensors
+                x.requires_grad_(flag)
             if layout is not self.layout or not all(map(is_, values, now)):
                 self.layout.put(self._tables, values)
             return function()
         finally:
             try:
-                layout.put(self._tables, now)
+                put_back()
             except BaseException:  # an interrupt has come meanwhile
-                layout.put(self._tables, now)
+                put_back()
                 raise
 
 

@@ -149,9 +149,27 @@ def exchange_for_the_next(net, begins, kept=[]):  # noqa: B006 - what keeps its 
         kept.append(third)
 
 
+def freeze(net, begins):
+    for layer in net.layers:
+        layer.mlp[0].weight.requires_grad_(not begins)
+
+
+def unfreeze(net, begins):
+    for layer in net.layers:
+        layer.mlp[0].weight.requires_grad_(begins)
+
+
 @pytest.mark.parametrize(
     "meanwhile",
-    [change_numbers, lose_attributes, draw_numbers, exchange_parts, exchange_for_the_next],
+    [
+        change_numbers,
+        lose_attributes,
+        draw_numbers,
+        exchange_parts,
+        exchange_for_the_next,
+        freeze,
+        unfreeze,
+    ],
 )
 def test_what_changes_between_forward_and_backward_changes_no_bit_of_a_site(meanwhile):
     check(make_net, "layer", meanwhile=meanwhile)
