@@ -259,8 +259,11 @@ class OffloadConfig(StrictModel):
             return f"rows: [{', '.join(map(str, self.rows))}]"
         policy = self.tuned_policy if is_open else None
         if policy is None:
+            again = f"recompute: [{', '.join(self.recompute)}]" if self.recompute else ""
+            if again and not self.fraction:
+                return f"{again} from the first step on, and nothing is offloaded"
             what = "what is marked, or saved in a context, is offloaded from the first step on"
-            return f"{what}, within the shares and limits that are set"
+            return f"{what}, within the shares and limits that are set{again and f'; {again}'}"
         if isinstance(policy, AutoConfig):
             limit = f"costs at most {policy.most_slowdown_percent:g} % of a step"
         else:

@@ -199,6 +199,9 @@ class Recording:
         what = self.found or own
         return f"megatron-offload {__version__}{device}: {what}"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.plan}>"
+
     def records(self) -> bool:
         """Whether groups are recorded here and now: with grad, and not where is recomputed."""
         return self.may_record and hooks.is_recording()

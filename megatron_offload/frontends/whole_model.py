@@ -26,7 +26,7 @@ from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.stats import StepStats
-from megatron_offload.errors import ConfigError
+from megatron_offload.errors import ConfigError, StateError
 from megatron_offload.frontends.adopt import HEADS, adopt_model, is_adopted_by, keep_head, leave_all
 from megatron_offload.frontends.around import (
     AroundForwards,
@@ -230,7 +230,16 @@ class OffloadActivations(AroundForwards):
         return self._of_model is not None and self._of_model() is model
 
     def close(self) -> None:
-        """Free all memory and take off all hooks; a second call does nothing more."""
+        """Free all memory and take off all hooks; a second call does nothing more.
+
+        Raises:
+            StateError: it is entered, and no exception ends it: backward needs what it has.
+        """
+        if self._depth and exc_info() == (None, None, None):
+            raise StateError(
+                "close() inside of the context would lose what backward of this forward needs; "
+                "leave the context, call backward, and close it when training is over"
+            )
         self._of_model, self._seeks_model = None, False
         self.manager.close()
         leave_all(self.manager)

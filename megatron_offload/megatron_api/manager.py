@@ -123,6 +123,9 @@ class PipelineOffloadManager:
             return PipelineOffloadManager.get_instance, ()
         return type(self), (self.config,)
 
+    def __repr__(self) -> str:
+        return repr(self.engine)
+
     def __getattr__(self, name: str) -> Any:
         """Return what the engine's manager has under a name that Megatron doesn't document."""
         if name.startswith("_") or name == "engine":

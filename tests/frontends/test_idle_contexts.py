@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import threading
@@ -15,6 +16,7 @@ from test_whole_model import TIGHT, make_offload
 from torch import nn
 
 from megatron_offload import OffloadConfig
+from megatron_offload.errors import StateError
 from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (
     NoOpManager,
@@ -127,6 +129,19 @@ def test_contexts_that_exist_together_share_nothing():
     assert OffloadActivations(max_fwd_stash_size=6).manager is not left
     assert OffloadActivations(config=OffloadConfig(fraction=0.5)).manager is not left
     assert OffloadActivations().manager is left
+
+
+def test_a_context_isn_t_closed_inside_of_itself_unless_an_exception_ends_it():
+    x, offload = torch.ones(64, 64, requires_grad=True), OffloadActivations(min_offload_size=1)
+    with offload:
+        y = x.sin()
+        with pytest.raises(StateError, match="leave the context, call backward"):
+            offload.close()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(64, 64).cos())
+    with pytest.raises(ZeroDivisionError), offload, contextlib.closing(offload):
+        _ = x.sin() / (1 // 0)
+    assert offload.manager.host_pool.is_closed
 
 
 def test_what_was_closed_or_changed_by_hand_is_nobody_s_next():
