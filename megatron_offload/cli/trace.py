@@ -1,7 +1,8 @@
 """Put the timelines of a run's ranks into one file for https://ui.perfetto.dev.
 
 reads    trace_<rank>.json in FOLDER, of a comparison in that of its run with offload; a run leaves
-         them with run.trace_step, a Megatron job with --offload-report FOLDER
+         them with run.trace_step, a Megatron job with --offload-report FOLDER, any other program
+         with trace_step() (docs/report.md)
 prints   where the file is, and which ranks' timelines are missing
 writes   FOLDER/trace.json; 'megatron-offload report' draws the timelines of the trainer's runs
 
@@ -38,8 +39,8 @@ def run(given: Given) -> int:
     traces, facts = read_timelines(folder), folder / FACTS_NAME
     if not traces:
         raise ConfigError(
-            f"{given.folder} holds no timelines; train anew with run.trace_step: 4, or a Megatron "
-            "job with --offload-report FOLDER"
+            f"{given.folder} holds no timelines; train anew with run.trace_step: 4, a Megatron job "
+            "with --offload-report FOLDER, or any other program with trace_step() (docs/report.md)"
         )
     num_ranks = read_model(RunFacts, facts).ranks if facts.exists() else 0
     with writing(path := given.folder / "trace.json"):

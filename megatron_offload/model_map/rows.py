@@ -80,10 +80,17 @@ def find_rows(
             raise ConfigError(f"row {row}: groups that Megatron's layers mark take no min_tokens")
         if is_part and (row.site in MEGATRON_MODULES or not numbered):
             continue  # a group that Megatron's layers mark, or of another part
-        if row.recompute and row.site in UNITS and not paths:
+        if row.recompute and row.site in UNITS:
             starts = tuple(f"{layer}." for layer in numbered)
             inner = (path for path in modules if path.startswith(starts))
-            paths = [path for path in inner if unit_of(modules[path]) == row.site]
+            of_kind = [path for path in inner if unit_of(modules[path]) == row.site]
+            if of_kind and (other := next((x for x in paths if x not in of_kind), "")):
+                raise ConfigError(
+                    f"row {row}: {row.site!r} is the kind of {of_kind[0]} and the name of {other}, "
+                    f"which is of another class; '**.{row.site}' means the latter, and modules of "
+                    "the kind have names of their own"
+                )
+            paths = of_kind or paths
             if is_part and (row.layers == "all" or row.site == "mlp_act") and not paths:
                 continue  # what Megatron's layers do in functions
         if not paths:

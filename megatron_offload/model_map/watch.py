@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from operator import eq
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,10 +22,11 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron_offload.core.row_config import UNITS
+from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.hooks import graph_break, put_on, take_off
+from megatron_offload.engine.graph_break import graph_break
+from megatron_offload.engine.hooks import put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.observer import Observer
@@ -52,6 +53,15 @@ from megatron_offload.model_map.structure import has_forward, keeps_inside
 _logger = logging.getLogger(__name__)
 
 MayMove = Callable[[torch.Tensor], bool]
+
+
+class _Shown(NamedTuple):
+    """What a watched forward has shown."""
+
+    largest: Mapping[str, LargestTensors]
+    """By module that rows offload, which of its tensors that is."""
+    savers: Mapping[str, str]
+    """By module, the site that it saves an output of."""
 
 
 class _Call:
@@ -95,7 +105,10 @@ class SavedMemory(Observer):
         self.called = set[str]()
         """Paths of modules."""
         self._handles: list[RemovableHandle] = []
-        self._leaves = set[str]()  # sites of which only what they return may be dropped
+        self._leaves = set[str]()  # modules of which only what they return may be dropped
+        self._unseen = set[str]()  # sites that return what is of a class of its own
+        self.idle: list[tuple[RowConfig, str]] = []
+        """Rows that do nothing, and why, once chosen."""
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch what comes, in modules by their dotted names.
@@ -126,7 +139,9 @@ class SavedMemory(Observer):
                 break
         for tensor in outputs((), output) if self._rows.drops_output(path) else ():
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
-            if is_plain and tensor.layout is torch.strided:
+            if not is_plain:
+                self._unseen.add(self._rows.recomputed[path].site)
+            elif tensor.layout is torch.strided:
                 self.storages.append(StorageRef(tensor.untyped_storage()))
                 self.made[self.storages[-1].cdata] = self._rows.recomputed[path].site
                 if keeps_inside(module) and self._may_move(tensor):
@@ -169,26 +184,48 @@ class SavedMemory(Observer):
                 found.setdefault(key, []).append(calls[-1].path)
         return found
 
-    def _refuse_unsaved(self) -> None:
-        """Refuse a row that recomputes what is saved nowhere, or where it is recomputed itself."""
-        recomputed = self._rows.recomputed
+    def idle_rows(self) -> Iterator[tuple[RowConfig, str]]:
+        """Yield each row that frees nothing of sites that were called, and why.
+
+        Raises:
+            ConfigError: one names modules of which nothing but what they return can be dropped.
+        """
+        recomputed, named = self._rows.recomputed, {**self._rows.offloaded, **self._rows.recomputed}
         saved = {
             self.made.get(key) for key, paths in self.savers.items() if {*paths} - {*recomputed}
         }
-        for path, row in recomputed.items():
-            own = {other for other, one in recomputed.items() if one is row}
-            if own <= self._leaves and row.site not in saved and row.site not in UNITS:
-                around = row.site.rpartition(".")[0] or "layer"
-                raise ConfigError(
-                    f"row {row}: what {path} returns is saved by nothing that isn't recomputed as "
-                    f"well, so nothing would be freed; name what is around it, such as {around!r}"
-                )
+        inside = defaultdict[str, set[bool]](set)  # and whether some of it can be offloaded
+        for calls, key in self.saves:
+            inner = next((x.path for x in reversed(calls) if x.path in named), "")
+            inside[inner].add(key is not None)
+        manager = self.manager
+        by_name = {} if manager is None else manager.transfers.stats.by_name
+        for row in () if manager is None else manager.rows or ():
+            own = {path for path, one in named.items() if one is row}
+            is_unit = row.recompute and row.site in UNITS
+            is_known = not own.isdisjoint(self.called) or (is_unit and not own)
+            if not is_known or (row.recompute and row.site in saved | self._unseen):
+                continue
+            if is_unit or (row.recompute and own <= self._leaves):
+                what = f"what {min(own, default='a function of this kind')} returns is saved as it"
+                why = f"{what} is by nothing that isn't recomputed as well, which frees nothing"
+                if row.site not in UNITS:
+                    around = row.site.rpartition(".")[0] or "layer"
+                    raise ConfigError(
+                        f"row {row}: {why}; name what is around it, such as {around!r}"
+                    )
+                yield row, why
+            elif row.recompute:
+                called = by_name.get(row.site)  # that may run again
+                if not (called.recomputed_bytes if called else any(inside[path] for path in own)):
+                    yield row, "nothing is saved inside, but by what is recomputed around it"
+            elif not any(True in inside[path] for path in own):
+                yield row, "nothing is saved inside that could be offloaded, or it is recomputed"
 
-    def choose(self, largest: Mapping[str, LargestTensors]) -> dict[str, str]:
+    def choose(self, largest: Mapping[str, LargestTensors]) -> _Shown:
         """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
 
         Of a row for all that a site saves some may be others' too, which is kept from here on.
-        Returned is by module the site that it saves an output of.
 
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
@@ -216,10 +253,10 @@ class SavedMemory(Observer):
                 raise ConfigError(
                     f"row {row}: {', '.join(sorted(savers))} also save "
                     f"{format_bytes(self.sizes[shared[0]], 1)} of what {call.path} would offload, "
-                    "so nothing would be freed; let rows offload those too, or one row what is "
+                    "which would not be freed; let rows offload those too, or one row what is "
                     "around them all"
                 )
-        self._refuse_unsaved()
+        self.idle = [*self.idle_rows()]
         dropped = {
             path: self.made[made]
             for made in others
@@ -244,7 +281,7 @@ class SavedMemory(Observer):
                 largest[path].chosen = frozenset(range(num_saved)) - left_out if left_out else None
             elif path in with_made:  # the next call chooses: these are recomputed from here on
                 largest[path].chosen = None
-        return dropped
+        return _Shown(largest, dropped)
 
 
 class RowWatch:
@@ -260,18 +297,19 @@ class RowWatch:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
         self._thread = 0
-        self._savers: Mapping[str, str] | None = None
-        self.largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
+        self._shown: _Shown | None = None
         if root in _watched:
-            rows_then, parts, largest, savers = _watched[root]
+            rows_then, parts, shown = _watched[root]
             has_same = [part() for part in parts] == [*self._modules().values()]
             if has_same and rows_then == rows.what:
-                self.largest, self._savers = largest, savers
+                self._shown = shown
+        largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
+        self.largest = largest if self._shown is None else self._shown.largest
 
-    def _hook_savers(self, savers: Mapping[str, str]) -> None:
+    def _hook_savers(self, shown: _Shown) -> None:
         """Hook what saves outputs that rows recompute."""
         modules, rows = self._modules(), self._rows
-        for path, name in savers.items():
+        for path, name in shown.savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = SaverSite(name, self._find_manager, min_tokens=min(tokens, default=0))
             hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
@@ -281,8 +319,8 @@ class RowWatch:
 
         Those of another watch were taken off.
         """
-        if self._savers is not None:
-            self._hook_savers(self._savers)
+        if self._shown is not None:
+            self._hook_savers(self._shown)
         elif is_called:
             hook_calls(
                 self._modules()[""],
@@ -298,7 +336,7 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._savers is not None or manager is None or not manager.records():
+        if self._shown is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
             if self._thread != get_ident():
@@ -329,35 +367,24 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        manager, savers = seen.manager, dict[str, str]()
+        manager, shown = seen.manager, _Shown(self.largest, {})
         sites = self._rows.offloaded.keys() | self._rows.recomputed.keys()
         is_of_sites = not sites or not sites.isdisjoint(seen.called)
         if manager is not None and seen.saves and is_of_sites and not has_failed:
             try:
-                savers = seen.choose(self.largest)
+                shown = seen.choose(self.largest)
             except ConfigError as error:
                 if not manager.rows_are_own:
                     raise
                 manager.refused_rows = str(error)
-            self._warn_of_units(manager, seen)
-            self._savers = savers
-            parts = [*map(ref, modules.values())]
-            _watched[modules[""]] = self._rows.what, parts, self.largest, savers
+            for row, why in () if manager.rows_are_own else seen.idle:
+                _logger.warning("row %s does nothing: %s", row, why)
+            self._shown = shown
+            _watched[modules[""]] = self._rows.what, [*map(ref, modules.values())], shown
             hooks_of(RowWatch, modules[""])
-            self._hook_savers(savers)
-
-    def _warn_of_units(self, manager: PipelineOffloadManager, seen: SavedMemory) -> None:
-        """Say which rows have no effect, where there are none but of functions that weren't met."""
-        if manager.rows_are_own or self._rows[:2] != NO_ROWS[:2]:
-            return
-        for row in manager.rows or ():
-            if row.site in UNITS and row.site not in seen.made.values():
-                _logger.warning("row %s: nothing of this kind is saved in this model", row)
+            self._hook_savers(shown)
 
 
-_watched = WeakKeyDictionary[
-    nn.Module,
-    tuple[object, list[ref[nn.Module]], dict[str, LargestTensors], Mapping[str, str]],
-]()
-"""What a watched forward of a model has shown: under which rows, in which modules, of each that is
-offloaded which tensors, and who saves what rows recompute."""
+_watched = WeakKeyDictionary[nn.Module, tuple[object, list[ref[nn.Module]], _Shown]]()
+"""What a watched forward of a model has shown: under which rows, in which modules, who saves what
+rows recompute."""

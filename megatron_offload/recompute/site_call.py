@@ -120,7 +120,8 @@ class Site:
         if refusal not in self.said:
             self.said.add(refusal)
             level = logging.WARNING if is_asked_for else logging.INFO
-            _logger.log(level, "recompute: %s, and maybe others, is kept: %s", self.path, refusal)
+            text = "recompute: %s, and maybe others, is kept: %s; it may be offloaded"
+            _logger.log(level, text, self.path, refusal)
 
 
 @dataclass(eq=False, repr=False)

@@ -222,8 +222,8 @@ def recompute_modules(
     The hooks of an earlier call on the same modules go. ``find_manager`` is as in `SiteHooks`.
     """
     layers, compiled = layers_of(modules), compiled_parts(modules.values())
-    said = set[str]()
     known = {path: _site_of(modules[path]) for path in sites}
+    said = next((site.said for site in known.values() if site is not None), set[str]())
     unhook({SiteHooks}, modules.values())
     for path, (unit, min_tokens) in sites.items():
         module, site = modules[path], known[path]

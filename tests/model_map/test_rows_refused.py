@@ -5,13 +5,14 @@ And which layers and parts run again: by libraries, by what a user names, and by
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import make_manager, take_steps
-from small_net import WIDTH, Block, around, make_net
+from programs import assert_same, make_manager, take_steps
+from small_net import WIDTH, Block, around, changed_net, make_net
 from torch import nn
 
 from megatron_offload import (
@@ -97,10 +98,58 @@ def test_outputs_that_nothing_else_saves_are_no_site_to_recompute(site, around_i
         take_steps(net, around(net, [{"site": site, "recompute": True}]))
 
 
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (
+            [{"site": "norm", "recompute": True}],
+            r"layers\.0\.norm returns is saved as it is by not",
+        ),
+        (
+            [{"site": "mlp_act", "recompute": True}],
+            r"layers\.0\.mlp\.act returns is saved as it is",
+        ),
+        ([{"layers": 1, "site": "drop", "offload": 2}], "nothing is saved inside that could be"),
+        ([{"site": "drop", "recompute": True}], "nothing is saved inside, but by what"),
+        ([{"site": "norm", "offload": "all"}], ""),
+    ],
+)
+def test_a_row_that_does_nothing_beside_one_that_works_is_said_once(rows, why, caplog):
+    def change(layer):
+        layer.drop = nn.Sequential(nn.Identity())
+        layer.forward = lambda x: x + layer.q(x).sin() + layer.drop(layer.norm(layer.mlp(x)))
+
+    expected, net = take_steps(changed_net(change)), changed_net(change)
+    for _ in range(2):
+        context = around(net, [{"site": "mlp", "recompute": True}, *rows])
+        assert_same(expected, take_steps(net, context))
+    said = [x for x in caplog.messages if "does nothing" in x]
+    assert len(said) == bool(why)
+    assert not why or re.search(rf"^row .*{rows[0]['site']}.* does nothing: .*{why}", said[0])
+
+
+def test_a_kind_that_is_a_part_s_name_as_well_is_refused():
+    def change(layer):
+        layer.k = nn.LayerNorm(WIDTH)
+
+    net = changed_net(change)
+    recomputed = {"site": "norm", "recompute": True}
+    around(net, [recomputed])  # the part is of that kind
+    assert around(net, [recomputed]).manager.may_recompute("norm")
+    for layer in net.layers:
+        layer.norm = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(
+        ConfigError, match=r"the kind of layers\.0\.k and the name of layers\.0\.nor"
+    ):
+        around(net, [recomputed])
+    around(net, [{"site": "**.norm", "recompute": True}])
+
+
 def test_what_others_save_too_is_refused():
     net = make_net()
     rows = [{"site": "q", "offload": "all"}]
-    with pytest.raises(ConfigError, match=r"layers\.0\.k also save 2\.0 KiB of what layers\.0\.q"):
+    also = r"layers\.0\.k also save 2\.0 KiB of what layers\.0\.q would offload, which would not"
+    with pytest.raises(ConfigError, match=also):
         take_steps(net, around(net, rows))
     take_steps(net, around(net, [*rows, {"site": "k", "offload": "all"}]))
 

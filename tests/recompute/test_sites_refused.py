@@ -135,10 +135,11 @@ def test_a_site_with_hooks_inside_is_kept_and_says_so_once(caplog):
     expected = take_steps(make_net())
     net, seen = make_net(), []
     net.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    assert_same(expected, take_steps(net, around(net, "layer")))
+    for _ in range(2):  # contexts for the same net
+        assert_same(expected, take_steps(net, around(net, "layer")))
     (text,) = (r.getMessage() for r in caplog.records if "layers.0" in r.getMessage())
-    assert "layers.0, and maybe others, is kept: a part of it has hooks" in text
-    assert len(seen) == 3
+    assert "layers.0, and maybe others, is kept: a part of it has hooks; it may be off" in text
+    assert len(seen) == 6
 
 
 def test_a_part_that_is_given_a_hook_before_its_rerun_is_an_error():
