@@ -84,11 +84,12 @@ def find_rows(
             starts = tuple(f"{layer}." for layer in numbered)
             inner = (path for path in modules if path.startswith(starts))
             of_kind = [path for path in inner if unit_of(modules[path]) == row.site]
-            if of_kind and (other := next((x for x in paths if x not in of_kind), "")):
+            unlike = [x for x in paths if x not in of_kind]
+            if of_kind and unlike:
                 raise ConfigError(
-                    f"row {row}: {row.site!r} is the kind of {of_kind[0]} and the name of {other}, "
-                    f"which is of another class; '**.{row.site}' means the latter, and modules of "
-                    "the kind have names of their own"
+                    f"row {row}: {row.site!r} is the kind of {of_kind[0]} and the name of "
+                    f"{unlike[0]}, which is another; '**.{row.site}' means that, and modules of the "
+                    "kind have names of their own"
                 )
             paths = of_kind or paths
             if is_part and (row.layers == "all" or row.site == "mlp_act") and not paths:
@@ -140,4 +141,6 @@ def _missing(
             if parts[path] in first:
                 return f"{path} is {first[parts[path]]} again; name it there"
         names |= {path.removeprefix(f"{layer}.") for path in parts} - {""}
+    if row.site in names:
+        return f"{row.site!r} has no forward of its own; '{row.site}.*' names what is in it"
     return f"no layer has a site {row.site!r}{did_you_mean(row.site, names)}"

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import eq
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -55,22 +56,11 @@ _logger = logging.getLogger(__name__)
 MayMove = Callable[[torch.Tensor], bool]
 
 
-class _Shown(NamedTuple):
-    """What a watched forward has shown."""
-
-    largest: Mapping[str, LargestTensors]
-    """By module that rows offload, which of its tensors that is."""
-    savers: Mapping[str, str]
-    """By module, the site that it saves an output of."""
-
-
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call of a module."""
 
-    __slots__ = ("path",)
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
 
 
 class SavedMemory(Observer):
@@ -107,8 +97,6 @@ class SavedMemory(Observer):
         self._handles: list[RemovableHandle] = []
         self._leaves = set[str]()  # modules of which only what they return may be dropped
         self._unseen = set[str]()  # sites that return what is of a class of its own
-        self.idle: list[tuple[RowConfig, str]] = []
-        """Rows that do nothing, and why, once chosen."""
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch what comes, in modules by their dotted names.
@@ -222,10 +210,11 @@ class SavedMemory(Observer):
             elif not any(True in inside[path] for path in own):
                 yield row, "nothing is saved inside that could be offloaded, or it is recomputed"
 
-    def choose(self, largest: Mapping[str, LargestTensors]) -> _Shown:
-        """Choose which of the tensors that rows name are offloaded, and which are to be dropped.
+    def choose(self, largest: Mapping[str, LargestTensors]) -> Mapping[str, str]:
+        """Choose which of the tensors that rows name are offloaded; return what drops outputs.
 
-        Of a row for all that a site saves some may be others' too, which is kept from here on.
+        That is, by module, the site that it saves an output of. Of a row for all that a site saves
+        some may be others' too, which is kept from here on.
 
         Raises:
             ConfigError: a row would free nothing, because others save what it names as well.
@@ -256,7 +245,6 @@ class SavedMemory(Observer):
                     "which would not be freed; let rows offload those too, or one row what is "
                     "around them all"
                 )
-        self.idle = [*self.idle_rows()]
         dropped = {
             path: self.made[made]
             for made in others
@@ -281,7 +269,7 @@ class SavedMemory(Observer):
                 largest[path].chosen = frozenset(range(num_saved)) - left_out if left_out else None
             elif path in with_made:  # the next call chooses: these are recomputed from here on
                 largest[path].chosen = None
-        return _Shown(largest, dropped)
+        return dropped
 
 
 class RowWatch:
@@ -297,19 +285,18 @@ class RowWatch:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
         self._thread = 0
-        self._shown: _Shown | None = None
+        self._savers: Mapping[str, str] | None = None  # as a forward has shown
+        self.largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         if root in _watched:
-            rows_then, parts, shown = _watched[root]
+            rows_then, parts, largest, savers = _watched[root]
             has_same = [part() for part in parts] == [*self._modules().values()]
             if has_same and rows_then == rows.what:
-                self._shown = shown
-        largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
-        self.largest = largest if self._shown is None else self._shown.largest
+                self.largest, self._savers = largest, savers
 
-    def _hook_savers(self, shown: _Shown) -> None:
+    def _hook_savers(self, savers: Mapping[str, str]) -> None:
         """Hook what saves outputs that rows recompute."""
         modules, rows = self._modules(), self._rows
-        for path, name in shown.savers.items():
+        for path, name in savers.items():
             tokens = (row.min_tokens for row in rows.recomputed.values() if row.site == name)
             site = SaverSite(name, self._find_manager, min_tokens=min(tokens, default=0))
             hook_calls(modules[path], site.begin, site.end, owner=OffloadSite)
@@ -319,8 +306,8 @@ class RowWatch:
 
         Those of another watch were taken off.
         """
-        if self._shown is not None:
-            self._hook_savers(self._shown)
+        if self._savers is not None:
+            self._hook_savers(self._savers)
         elif is_called:
             hook_calls(
                 self._modules()[""],
@@ -336,7 +323,7 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._shown is not None or manager is None or not manager.records():
+        if self._savers is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
             if self._thread != get_ident():
@@ -367,24 +354,28 @@ class RowWatch:
         if self._seen is None or self._thread != get_ident():
             return
         seen, modules = self._stop(), self._modules()
-        manager, shown = seen.manager, _Shown(self.largest, {})
+        manager = seen.manager
+        savers: Mapping[str, str] = {}
         sites = self._rows.offloaded.keys() | self._rows.recomputed.keys()
         is_of_sites = not sites or not sites.isdisjoint(seen.called)
         if manager is not None and seen.saves and is_of_sites and not has_failed:
             try:
-                shown = seen.choose(self.largest)
+                idle = [*seen.idle_rows()]
+                savers = seen.choose(self.largest)
+                for row, why in () if manager.rows_are_own else idle:
+                    _logger.warning("row %s does nothing: %s", row, why)
             except ConfigError as error:
                 if not manager.rows_are_own:
                     raise
                 manager.refused_rows = str(error)
-            for row, why in () if manager.rows_are_own else seen.idle:
-                _logger.warning("row %s does nothing: %s", row, why)
-            self._shown = shown
-            _watched[modules[""]] = self._rows.what, [*map(ref, modules.values())], shown
+            self._savers = savers
+            parts = [*map(ref, modules.values())]
+            _watched[modules[""]] = self._rows.what, parts, self.largest, savers
             hooks_of(RowWatch, modules[""])
-            self._hook_savers(shown)
+            self._hook_savers(savers)
 
 
-_watched = WeakKeyDictionary[nn.Module, tuple[object, list[ref[nn.Module]], _Shown]]()
-"""What a watched forward of a model has shown: under which rows, in which modules, who saves what
-rows recompute."""
+_Shown = tuple[object, list[ref[nn.Module]], dict[str, LargestTensors], Mapping[str, str]]
+_watched = WeakKeyDictionary[nn.Module, _Shown]()
+"""What a watched forward of a model has shown: under which rows, in which modules, which tensors
+are offloaded, and who saves what rows recompute."""

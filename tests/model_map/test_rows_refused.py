@@ -87,6 +87,14 @@ def test_a_module_without_parts_is_no_site_to_recompute_as_a_whole():
         around(net, [{"site": "mlp", "recompute": True}])
 
 
+def test_a_part_of_a_kind_s_name_that_is_never_called_says_what_to_name():
+    net = make_net()
+    for layer in net.layers:
+        layer.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH)})
+    with pytest.raises(ConfigError, match=r"'mlp' has no forward of its own; 'mlp\.\*' names what"):
+        around(net, [{"site": "mlp", "offload": "all"}])
+
+
 @pytest.mark.parametrize(
     ("site", "around_it"), [("mlp.*", "mlp"), ("mlp.down", "mlp"), ("k", "layer")]
 )
