@@ -19,7 +19,6 @@ example: megatron-offload run --offload-policy auto --offload-report runs/job pr
 from __future__ import annotations
 
 import argparse
-import builtins
 import pkgutil
 import runpy
 import sys
@@ -64,10 +63,6 @@ def _run_script(name: str) -> None:
     if path.suffix == ".pyc" or pkgutil.get_importer(str(path)) is not None:  # a folder, or zipped
         runpy.run_path(str(path), run_name="__main__")
         return
-    before, main = sys.modules["__main__"], ModuleType("__main__")
-    vars(main).update(__file__=str(path), __builtins__=builtins)
-    sys.modules["__main__"] = main
-    try:
-        exec(compile(path.read_bytes(), path, "exec"), vars(main))  # noqa: S102 - the user's own
-    finally:
-        sys.modules["__main__"] = before
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = str(path)
+    exec(compile(path.read_bytes(), path, "exec"), vars(main))  # noqa: S102 - the user's own

@@ -230,16 +230,10 @@ class OffloadActivations(AroundForwards):
         return self._of_model is not None and self._of_model() is model
 
     def close(self) -> None:
-        """Free all memory and take off all hooks; a second call does nothing more.
-
-        Raises:
-            StateError: it is entered, and no exception ends it: backward needs what it has.
-        """
+        """Free all memory and take off all hooks, once; inside of the context a `StateError`."""
         if self._depth and exc_info() == (None, None, None):
-            raise StateError(
-                "close() inside of the context would lose what backward of this forward needs; "
-                "leave the context, call backward, and close it when training is over"
-            )
+            why = "close() inside of the context would lose what backward of this forward needs"
+            raise StateError(f"{why}; leave the context, call backward, and close it at the end")
         self._of_model, self._seeks_model = None, False
         self.manager.close()
         leave_all(self.manager)

@@ -88,8 +88,7 @@ def find_rows(
             if of_kind and unlike:
                 raise ConfigError(
                     f"row {row}: {row.site!r} is the kind of {of_kind[0]} and the name of "
-                    f"{unlike[0]}, which is another; '**.{row.site}' means that, and modules of the "
-                    "kind have names of their own"
+                    f"{unlike[0]}: name both apart, the latter as '**.{row.site}'"
                 )
             paths = of_kind or paths
             if is_part and (row.layers == "all" or row.site == "mlp_act") and not paths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -28,13 +28,6 @@ PARTS = {
 
 
 _A_NUMBER = re.compile("[0-9]{1,6}")
-
-
-def find_sites(modules: Mapping[str, nn.Module], kinds: Iterable[str]) -> dict[str, str]:
-    """Return the kind of each module that is a site of these kinds, by its dotted name."""
-    layers = layers_of(modules)
-    named = ((kind, layer) for kind in kinds for layer in layers)
-    return {path: kind for kind, layer in named for path in modules_within(layer, kind, modules)}
 
 
 def modules_within(layer: str, site: str, modules: Mapping[str, nn.Module]) -> list[str]:

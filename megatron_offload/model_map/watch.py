@@ -172,7 +172,7 @@ class SavedMemory(Observer):
                 found.setdefault(key, []).append(calls[-1].path)
         return found
 
-    def idle_rows(self) -> Iterator[tuple[RowConfig, str]]:
+    def idle_rows(self, manager: PipelineOffloadManager) -> Iterator[tuple[RowConfig, str]]:
         """Yield each row that frees nothing of sites that were called, and why.
 
         Raises:
@@ -186,29 +186,26 @@ class SavedMemory(Observer):
         for calls, key in self.saves:
             inner = next((x.path for x in reversed(calls) if x.path in named), "")
             inside[inner].add(key is not None)
-        manager = self.manager
-        by_name = {} if manager is None else manager.transfers.stats.by_name
-        for row in () if manager is None else manager.rows or ():
+        for row in manager.rows or ():
             own = {path for path, one in named.items() if one is row}
             is_unit = row.recompute and row.site in UNITS
             is_known = not own.isdisjoint(self.called) or (is_unit and not own)
             if not is_known or (row.recompute and row.site in saved | self._unseen):
                 continue
+            called = manager.transfers.stats.by_name.get(row.site)  # that may run again
             if is_unit or (row.recompute and own <= self._leaves):
                 what = f"what {min(own, default='a function of this kind')} returns is saved as it"
-                why = f"{what} is by nothing that isn't recomputed as well, which frees nothing"
-                if row.site not in UNITS:
+                what = f"{what} is by nothing that isn't recomputed as well, which frees nothing"
+                if not is_unit:
                     around = row.site.rpartition(".")[0] or "layer"
-                    raise ConfigError(
-                        f"row {row}: {why}; name what is around it, such as {around!r}"
-                    )
-                yield row, why
-            elif row.recompute:
-                called = by_name.get(row.site)  # that may run again
-                if not (called.recomputed_bytes if called else any(inside[path] for path in own)):
-                    yield row, "nothing is saved inside, but by what is recomputed around it"
-            elif not any(True in inside[path] for path in own):
+                    raise ConfigError(f"row {row}: {what}; name what is around it: {around!r}")
+                yield row, what
+            elif not row.recompute and not any(True in inside[path] for path in own):
                 yield row, "nothing is saved inside that could be offloaded, or it is recomputed"
+            elif row.recompute and not (
+                called.recomputed_bytes if called else any(inside[path] for path in own)
+            ):
+                yield row, "nothing is saved inside, but by what is recomputed around it"
 
     def choose(self, largest: Mapping[str, LargestTensors]) -> Mapping[str, str]:
         """Choose which of the tensors that rows name are offloaded; return what drops outputs.
@@ -360,7 +357,7 @@ class RowWatch:
         is_of_sites = not sites or not sites.isdisjoint(seen.called)
         if manager is not None and seen.saves and is_of_sites and not has_failed:
             try:
-                idle = [*seen.idle_rows()]
+                idle = [*seen.idle_rows(manager)]
                 savers = seen.choose(self.largest)
                 for row, why in () if manager.rows_are_own else idle:
                     _logger.warning("row %s does nothing: %s", row, why)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from ctypes import c_uint
 from functools import lru_cache, partial
+from itertools import product
 from operator import call
 from typing import Any, ClassVar
 
@@ -45,10 +46,7 @@ _NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkl
 """Switches of ``torch._C``, as ``_get_`` and ``_set_`` end, but for the last four: of these
 ``_set_sdp_use_flash`` is the first one's."""
 
-_PRECISIONS = (
-    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
-    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-)
+_PRECISIONS = ("generic", "all"), *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))
 """Of float32, by backend and kind of operation."""
 
 

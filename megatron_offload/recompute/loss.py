@@ -91,7 +91,7 @@ extern "C" __global__ void gradient(const word* logits, const float* tops, const
 }
 """
 _NUM_THREADS = 512
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _proven: dict[tuple[Any, ...], bool] = {}
 """Whether the kernel's bits are torch's, by device, dtype and number of classes."""
@@ -287,7 +287,7 @@ def have_same_bits(
 
 def has_kernel(logits: Tensor, dtype: torch.dtype) -> bool:
     """Whether a gradient of these logits, taken in this dtype, may be the kernel's."""
-    is_known = dtype is torch.float32 and logits.dtype in _KERNEL_DTYPES and logits.is_contiguous()
+    is_known = dtype is torch.float32 and logits.dtype in KERNEL_DTYPES and logits.is_contiguous()
     if logits.device.type != "cuda" or not is_known:
         return False
     known = _proven.get(_key(logits))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron_offload.machine.job_ranks import rank_in
 from megatron_offload.model_map.module_hooks import compiled_parts
 from megatron_offload.recompute.loss import (
+    KERNEL_DTYPES,
     block_rows,
     cross_entropy,
     has_kernel,
@@ -157,7 +158,7 @@ def _is_proven(
     original: Any, logits: Any, how: tuple[Any, ...], shifted: bool, kwargs: Any
 ) -> bool:
     vocab_size, items, ignore_index = how
-    if type(logits) is not Tensor or logits.dtype not in _FLOATS or logits.numel() == 0:
+    if type(logits) is not Tensor or logits.dtype not in KERNEL_DTYPES or logits.numel() == 0:
         return False
     if logits.device.type not in ("cpu", "cuda") or logits.shape[-1] != vocab_size:
         return False
@@ -192,6 +193,3 @@ def _is_proven(
                 stacklevel=4,
             )
     return _proven[key]
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -88,10 +88,6 @@ class Constants:
             )
 
 
-NO_CONSTANTS = Constants(())
-"""None, one object for all who have none."""
-
-
 class ModuleLayout:
     """Where a module and its parts have what their forward reads: tables, names and classes.
 
@@ -168,9 +164,9 @@ class ModuleState:
             for i in layout.parameters:
                 values[i] = own[id(values[i])]
             given = [*own.values()]
-        self._given = Constants(given) if given else NO_CONSTANTS
+        self._given = Constants(given)
         self._need_grad = [*map(_needs_grad, given)]
-        self._tensors = Constants(tensors) if tensors else NO_CONSTANTS
+        self._tensors = Constants(tensors)
         self._contents: list[torch.Tensor] | None = None
 
     def keep_contents(self) -> None:

@@ -44,7 +44,6 @@ from megatron_offload.recompute.call_state import (
     outside_vmap,
 )
 from megatron_offload.recompute.module_state import (
-    NO_CONSTANTS,
     Constants,
     ModuleLayout,
     ModuleState,
@@ -64,10 +63,7 @@ _LOGS = "save_to_aux_losses_tracker", "get_moe_metrics_tracker"
 class _Muted:
     """Notes nothing, whatever it is asked to."""
 
-    def __call__(self, *_: Any, **__: Any) -> _Muted:
-        return self
-
-    __getattr__ = __call__
+    __call__ = __getattr__ = lambda self, *_, **__: self
 
 
 _running = RLock()
@@ -161,7 +157,7 @@ class ModuleCall:
     def close(self, output: Any) -> bool:
         """Know that it is over, and has returned this; return whether it may run again."""
         is_unchanged = self._given.are_unchanged()
-        self.leaves, self._given = (), NO_CONSTANTS
+        self.leaves, self._given = (), Constants(())
         if not is_unchanged:
             self._fail("changes in place what it is given")
         elif not self.state.is_unchanged():

@@ -40,7 +40,7 @@ from megatron_offload.model_map.module_hooks import (
 )
 from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_of
-from megatron_offload.model_map.structure import find_sites, layers_of
+from megatron_offload.model_map.structure import layers_of, modules_within
 from megatron_offload.model_map.watch import SavedMemory
 from megatron_offload.recompute.call_state import RandomStates, are_captured, devices_of
 from megatron_offload.recompute.module_state import ModuleState
@@ -86,7 +86,8 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
     """
     kinds = [kind for kind in RECOMPUTE_SITES if kind in units]
     patterns = {pattern: expression_of(pattern) for pattern in recompute_patterns(units)}
-    found = find_sites(modules, kinds)
+    named = [(kind, layer) for kind in kinds for layer in layers_of(modules)]
+    found = {path: kind for kind, layer in named for path in modules_within(layer, kind, modules)}
     for kind in kinds:
         if kind not in found.values():
             _logger.warning("recompute: no module here is a site of kind %r", kind)
@@ -94,8 +95,8 @@ def sites_of(modules: Mapping[str, nn.Module], units: Collection[str]) -> dict[s
         if not any(expression.fullmatch(path) for path in modules):
             _logger.warning("recompute: no module here matches %r", pattern)
     for path, module in modules.items():
-        named = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
-        unit = found.get(path) or named or unit_of(module) or ""
+        pattern = next((name for name, e in patterns.items() if e.fullmatch(path)), "")
+        unit = found.get(path) or pattern or unit_of(module) or ""
         if unit in units:
             found[path] = unit
     return found

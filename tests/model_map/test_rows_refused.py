@@ -102,7 +102,7 @@ def test_outputs_that_nothing_else_saves_are_no_site_to_recompute(site, around_i
     net = make_net()
     for layer in net.layers:
         layer.forward = lambda x, layer=layer: x + layer.k(x) + layer.mlp(x)
-    with pytest.raises(ConfigError, match=f"isn't recomputed as well.*such as '{around_it}'"):
+    with pytest.raises(ConfigError, match=f"isn't recomputed as well.*around it: '{around_it}'"):
         take_steps(net, around(net, [{"site": site, "recompute": True}]))
 
 

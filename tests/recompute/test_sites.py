@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_offload.errors import StateError
 from megatron_offload.model_map.module_hooks import named_modules
-from megatron_offload.model_map.structure import find_sites
+from megatron_offload.recompute.sites import sites_of
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "modules"}, {"checking": True}], ids=str)
@@ -326,7 +326,7 @@ def test_nested_sites_are_right_while_steps_are_looked_at():
 
 def test_a_layer_may_begin_with_a_compiled_part():
     layers = [nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.GELU()) for _ in range(2)]
-    assert sorted(find_sites(named_modules(nn.ModuleList(layers)), ["layer"])) == ["0", "1"]
+    assert sorted(sites_of(named_modules(nn.ModuleList(layers)), ["layer"])) == ["0", "1"]
 
 
 NOTED = []

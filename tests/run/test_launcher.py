@@ -220,6 +220,7 @@ def not_prepared(monkeypatch):
     monkeypatch.setattr(PipelineOffloadManager, "instance", None)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.mark.usefixtures("not_prepared")
