@@ -249,7 +249,8 @@ class SiteCall(ModuleCall):
         if isinstance(packed, SavedTensor):
             return packed.unpack()
         number, *kept = packed
-        if not kept and (not self._made or self._made[number] is None):
+        known = len(self._made or ())  # fewer where its forward has had a backward inside
+        if not kept and (number >= known or not self._made or self._made[number] is None):
             self._run_again_as_given()
         assert self._made is not None
         found = kept[0] if kept else self._made[number]

@@ -305,7 +305,16 @@ class Halved(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Late, Locked, Halved])
+class Graded(Block):
+    """Takes a gradient through its own parts in its forward."""
+
+    def forward(self, x):
+        own = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.mlp(own).sum(), own)
+        return super().forward(x) + gradient
+
+
+@pytest.mark.parametrize("kind", [Late, Locked, Halved, Graded])
 def test_a_site_of_unusual_layers_keeps_its_bits(kind):
     def make():
         net = make_net()
