@@ -55,11 +55,6 @@ _KNOW_MODULES = (*_KNOW_LOSS, "offload_modules", "offload_pipeline")
 """Doors that can recompute its modules."""
 
 
-def engine_of(manager: Any) -> Any:
-    """Return the engine's manager, where Megatron's documented one is given too."""
-    return getattr(manager, "engine", manager)
-
-
 def followed(
     door: str, config: OffloadConfig | None, manager: Any
 ) -> tuple[PipelineOffloadManager | None, OffloadConfig]:
@@ -76,7 +71,7 @@ def followed(
             f"{door} takes its config as an OffloadConfig, not as a {type(config).__name__}; "
             "OffloadConfig(**settings) makes one of a dict"
         )
-    manager = engine_of(manager)
+    manager = getattr(manager, "engine", manager)  # of Megatron's documented one
     config = manager.config if manager is not None else config or OffloadConfig()
     for key, instead in _UNFOLLOWED[door].items():
         is_all = key == "rows" and {row.site for row in config.rows or ()} == {MODEL}

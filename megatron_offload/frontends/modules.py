@@ -18,7 +18,7 @@ from megatron_offload.core.policy_config import SolvedConfig
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.errors import ConfigError, did_you_mean
 from megatron_offload.frontends.adopt import adopt_model
-from megatron_offload.frontends.around import engine_of, leave_search, refuse_unserved
+from megatron_offload.frontends.around import leave_search, refuse_unserved
 from megatron_offload.model_map.module_hooks import (
     ModuleHook,
     expression_of,
@@ -109,7 +109,7 @@ def offload_modules(
     """
     given: Sequence[Any] = [model] if isinstance(model, nn.Module) else model or [None]
     chunks = [_unwrap(m) for m in given]
-    manager = engine_of(manager) or PipelineOffloadManager.get_instance()
+    manager = getattr(manager, "engine", manager) or PipelineOffloadManager.get_instance()
     refuse_unserved("offload_modules", manager.config)
     result = ModuleOffload(manager)
     result.mark(chunks, names)
