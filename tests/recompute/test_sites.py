@@ -329,6 +329,20 @@ def test_a_site_of_unusual_layers_keeps_its_bits(kind):
 
 
 @pytest.mark.by_default
+class Latent(Net):
+    """Gives its first layer a parameter, and the others what that has made."""
+
+    def forward(self, tokens):
+        x = self.embedding.weight
+        for layer in self.layers:
+            x = layer(x[None])[0]
+        return self.head(x[tokens])
+
+
+def test_a_site_may_be_given_a_parameter():
+    check(partial(make_net, kind=Latent), "layer")
+
+
 def test_nested_sites_are_right_while_steps_are_looked_at():
     check(make_net, ["layer", "mlp"], lengths=3 * (8, 11))
 
