@@ -138,6 +138,8 @@ class Recording:
         self.learner.is_measured = is_own
         self.has_come_by_site = False
         """Whether a site of what is recomputed was called with gradients since."""
+        self.idle_rows: Sequence[RowConfig] = ()
+        """Those of which a warning has said that they do nothing."""
 
     # What follows
 

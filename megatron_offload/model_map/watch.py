@@ -182,17 +182,17 @@ class SavedMemory(Observer):
         saved = {
             self.made.get(key) for key, paths in self.savers.items() if {*paths} - {*recomputed}
         }
-        inside = defaultdict[str, set[bool]](set)  # and whether some of it can be offloaded
+        stats, inside = manager.transfers.stats, defaultdict[str, set[bool]](set)
         for calls, key in self.saves:
             inner = next((x.path for x in reversed(calls) if x.path in named), "")
-            inside[inner].add(key is not None)
+            inside[inner].add(key is not None)  # whether it can be offloaded
         for row in manager.rows or ():
             own = {path for path, one in named.items() if one is row}
             is_unit = row.recompute and row.site in UNITS
             is_known = not own.isdisjoint(self.called) or (is_unit and not own)
             if not is_known or (row.recompute and row.site in saved | self._unseen):
                 continue
-            called = manager.transfers.stats.by_name.get(row.site)  # that may run again
+            called = stats.by_name.get(row.site)  # that may run again
             if is_unit or (row.recompute and own <= self._leaves):
                 what = f"what {min(own, default='a function of this kind')} returns is saved as it"
                 what = f"{what} is by nothing that isn't recomputed as well, which frees nothing"
@@ -200,12 +200,11 @@ class SavedMemory(Observer):
                     around = row.site.rpartition(".")[0] or "layer"
                     raise ConfigError(f"row {row}: {what}; name what is around it: {around!r}")
                 yield row, what
-            elif not row.recompute and not any(True in inside[path] for path in own):
+            elif row.recompute:
+                if not (called.recomputed_bytes if called else any(inside[path] for path in own)):
+                    yield row, "nothing is saved inside, but by what is recomputed around it"
+            elif not (stats.num_hidden_groups or any(True in inside[path] for path in own)):
                 yield row, "nothing is saved inside that could be offloaded, or it is recomputed"
-            elif row.recompute and not (
-                called.recomputed_bytes if called else any(inside[path] for path in own)
-            ):
-                yield row, "nothing is saved inside, but by what is recomputed around it"
 
     def choose(self, largest: Mapping[str, LargestTensors]) -> Mapping[str, str]:
         """Choose which of the tensors that rows name are offloaded; return what drops outputs.
@@ -359,8 +358,10 @@ class RowWatch:
             try:
                 idle = [*seen.idle_rows(manager)]
                 savers = seen.choose(self.largest)
-                for row, why in () if manager.rows_are_own else idle:
-                    _logger.warning("row %s does nothing: %s", row, why)
+                if not manager.rows_are_own:
+                    manager.idle_rows = [row for row, _ in idle]
+                    for one in idle:
+                        _logger.warning("row %s does nothing: %s", *one)
             except ConfigError as error:
                 if not manager.rows_are_own:
                     raise

@@ -62,7 +62,7 @@ def done_nowhere(groups: AutomaticGroups) -> str:
         return ""
     if not manager.do_offload:
         return ""
-    named = [row for row in manager.rows or () if not row.min_tokens]
+    named = [x for x in manager.rows or () if not x.min_tokens and x not in manager.idle_rows]
     has_any = forward.chunk.position is not None or manager.decisions.committed
     if any(row.offload for row in named) and not (has_any or manager.last_step.by_name):
         return _NO_CALL.format("offloaded")

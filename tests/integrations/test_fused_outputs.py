@@ -232,7 +232,7 @@ class SharingLayer(GradientCheckpointingLayer):
 def test_what_is_recomputed_is_none_of_the_largest_tensors_that_a_row_offloads(module):
     model = torch.nn.Sequential(*(SharingLayer(module, wide=4) for _ in range(2)))
     manager = adopted(model, [row_of("mlp_act"), {"site": "mlp", "offload": 2}])
-    with pytest.raises(ConfigError, match="so nothing would be freed"):
+    with pytest.raises(ConfigError, match="which would not be freed"):
         take_step(model, manager, torch.randn(ROWS, 1, WIDTH, requires_grad=True))
 
 
