@@ -42,9 +42,6 @@ class FoundRows(NamedTuple):
         return path in self.recomputed and self.recomputed[path].site not in RECOMPUTE_SITES
 
 
-NO_ROWS = FoundRows({}, {}, frozenset())
-
-
 def find_rows(
     rows: Sequence[RowConfig],
     modules: Mapping[str, nn.Module],

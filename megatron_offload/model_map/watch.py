@@ -48,7 +48,7 @@ from megatron_offload.model_map.offload_site import (
     SaverSite,
     outputs,
 )
-from megatron_offload.model_map.rows import NO_ROWS, FoundRows
+from megatron_offload.model_map.rows import FoundRows
 from megatron_offload.model_map.structure import has_forward, keeps_inside
 
 _logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class SavedMemory(Observer):
         self,
         may_move: MayMove,
         manager: PipelineOffloadManager | None = None,
-        rows: FoundRows = NO_ROWS,
+        rows: FoundRows | None = None,
     ) -> None:
         self.manager, self.transfers = manager, None if manager is None else manager.transfers
         self.sizes: dict[int, int] = {}
@@ -90,7 +90,7 @@ class SavedMemory(Observer):
         self._spans: dict[int, tuple[int, int]] = {}  # of all tensors in each, first byte and end
         self.made: dict[int, str] = {}
         self.storages: list[StorageRef] = []
-        self._may_move, self._rows = may_move, rows
+        self._may_move, self._rows = may_move, rows or FoundRows({}, {}, frozenset())
         self._calls: list[_Call] = [_Call("")]
         self.called = set[str]()
         """Paths of modules."""
