@@ -26,8 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.graph_break import graph_break
-from megatron_offload.engine.hooks import put_on, take_off
+from megatron_offload.engine.hooks import graph_break, put_on, take_off
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.observer import Observer
