@@ -21,8 +21,8 @@ from megatron_offload.backends.base import Backend
 from megatron_offload.core.row_config import EXPERTS, MODEL, MOE_ACT
 from megatron_offload.engine.boundary import hook_backward
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.nested import tensors_in
 from megatron_offload.memory.layout import layout_of
+from megatron_offload.memory.nested import tensors_in
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import tokens_of
 from megatron_offload.model_map.sites import CallTimes, Site, modules_of

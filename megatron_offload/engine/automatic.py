@@ -24,8 +24,8 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.group import OffloadGroup
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_opted_out
-from megatron_offload.engine.nested import SavedWrapper, hollow, is_wrapper
-from megatron_offload.engine.saved_tensor import SavedTensor
+from megatron_offload.engine.saved_tensor import SavedTensor, SavedWrapper
+from megatron_offload.memory.nested import hollow, is_wrapper
 
 _LEAST_GROUP_BYTES = 1 << 20
 _GROUP_SHARE = 32

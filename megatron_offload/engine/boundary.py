@@ -20,7 +20,7 @@ from megatron_offload.engine.group import Pick
 from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.nested import first_tensor
+from megatron_offload.memory.nested import first_tensor
 
 Tensors = TypeVar("Tensors")
 Hook = Callable[[Any], None]

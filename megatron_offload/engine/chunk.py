@@ -17,10 +17,10 @@ from megatron_offload.engine.block_state import SAVED
 from megatron_offload.engine.group import Block, OffloadGroup, Recipe, Rules
 from megatron_offload.engine.hooks import apart, graph_break, must_be_apart
 from megatron_offload.engine.marks import Marks, has_own_bytes, is_opted_out, is_parameter
-from megatron_offload.engine.nested import inner_tensors, is_wrapper
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import LAYOUTS, TensorLayout, layout_of
+from megatron_offload.memory.nested import inner_tensors, is_wrapper
 
 _TOO_SMALL = "smaller than what is offloaded (min_tensor_bytes, min_tensor_elements)"
 _IN_PARTS = (

@@ -37,6 +37,16 @@ NO_BASE = id(None)
 """`Record.base` of what is no view."""
 
 
+class Store(Protocol):
+    """What has the bytes of blocks, and frees them."""
+
+    def target_of(self, block: Block) -> torch.Tensor:
+        """Return what a released block is reloaded to; the program is ordered behind that."""
+
+    def keep_source(self, block: Block) -> None:
+        """Keep a block's source on the device for a reader, on whatever stream."""
+
+
 @dataclass(slots=True)
 class Rules:
     """What of one chunk's groups is offloaded, and how much of it may be in flight."""
@@ -146,7 +156,7 @@ class Block:
     forced_by: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def __init__(
-        self, store: Any, group: OffloadGroup, record: Record, stream: Stream, storage_key: int
+        self, store: Store, group: OffloadGroup, record: Record, stream: Stream, storage_key: int
     ) -> None:
         alias, layout = record.alias, record.layout
         low, high, spec = layout.low, layout.high, layout.spec

@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch.nn.parameter import UninitializedTensorMixin, is_lazy  # type: ignore[attr-defined]
 
-from megatron_offload.engine.nested import inner_tensors
+from megatron_offload.memory.nested import inner_tensors
 from megatron_offload.memory.storage_ref import StorageRef
 
 _OPT_OUT_MARKS = ("_do_not_offload", "_TE_do_not_offload", "_is_buffer")

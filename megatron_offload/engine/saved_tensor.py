@@ -6,6 +6,8 @@ It finds its data through its own block, never by position, and knows nothing of
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -146,3 +148,47 @@ class SavedTensor:
             flat = memory.detach().view(-1).view(torch.uint8)
             memory = flat[: flat.numel() - flat.numel() % layout.dtype.itemsize].view(layout.dtype)
         return memory.as_strided(layout.size, layout.stride, offset).detach()
+
+
+class SavedWrapper:
+    """The record that stands for a saved wrapper in the autograd graph.
+
+    Its inner tensors move, and a wrapper of the same type, size and meaning is made of them.
+    ``alias`` is the wrapper's `hollow` one; ``pack`` records an inner tensor.
+    """
+
+    __slots__ = "_alias", "_context", "_inner", "_kind", "_others", "_size", "_stride", "_version"
+
+    def __init__(
+        self, tensor: torch.Tensor, alias: torch.Tensor, pack: Callable[[torch.Tensor], Any]
+    ) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self._version = tensor._version
+        self._alias = alias
+        self._kind: Any = type(tensor)
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        found, is_nested = {name: getattr(tensor, name) for name in names}, tensor.is_nested
+        self._inner = {
+            # What says how long a nested tensor's rows are has to be that very tensor.
+            name: pack(x) if x.is_floating_point() or not is_nested else SavedTensor(x, name)
+            for name, x in found.items()
+            if isinstance(x, torch.Tensor)
+        }
+        # Newer versions of torch list a device mesh among the inner tensors.
+        self._others = {name: inner for name, inner in found.items() if name not in self._inner}
+
+    def unpack(self) -> torch.Tensor:
+        """Return a wrapper like the one that was saved, around the inner tensors.
+
+        Raises:
+            InPlaceModificationError: it or an inner tensor was changed in place since it was saved.
+        """
+        if self._alias._version != self._version:
+            what = f"a {self._kind.__name__} of shape {list(self._size)}"
+            raise changed_in_place(what, self._alias._version, self._version)
+        found = self._others | {name: inner.unpack() for name, inner in self._inner.items()}
+        tensor: torch.Tensor = self._kind.__tensor_unflatten__(
+            found, self._context, self._size, self._stride
+        )
+        return tensor

@@ -29,7 +29,6 @@ from megatron_offload.config import (
 from megatron_offload.core.policy_config import MemoryTargetConfig
 from megatron_offload.engine.group import SOURCES
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import ConfigError, IntegrationError
 from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.around import leave_search
@@ -46,6 +45,7 @@ from megatron_offload.integrations.megatron_rows import (
 )
 from megatron_offload.integrations.megatron_search import MegatronSearch
 from megatron_offload.memory.host_pool import HostPool
+from megatron_offload.memory.nested import tensors_in
 from megatron_offload.recompute.patches import Call, PatchStack, around
 
 _MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"

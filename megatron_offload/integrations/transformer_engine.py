@@ -29,11 +29,11 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import unmark
-from megatron_offload.engine.nested import inner_tensors
 from megatron_offload.engine.saved_tensor import SavedTensor
 from megatron_offload.errors import IntegrationError
 from megatron_offload.frontends.around import AroundForwards, followed
 from megatron_offload.frontends.whole_model import NoOpManager
+from megatron_offload.memory.nested import inner_tensors
 from megatron_offload.recompute.patches import Call, PatchStack
 from megatron_offload.recompute.transformer_engine import mark_not_offload
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_offload.engine.hooks import graph_break
-from megatron_offload.engine.nested import first_tensor
 from megatron_offload.errors import ConfigError
+from megatron_offload.memory.nested import first_tensor
 
 _GLOBS = {".**": r"(?:\.[^.]+)*", "**.": r"(?:[^.]+\.)*", "**": ".*", "*": "[^.]*", "?": "[^.]"}
 """What stands for something else in a pattern over dotted names."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
+from megatron_offload.memory.nested import tensors_in
 
 _logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.hooks import graph_break, has_modes, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
-from megatron_offload.engine.nested import is_wrapper, tensors_in
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
+from megatron_offload.memory.nested import is_wrapper, tensors_in
 from megatron_offload.recompute.call_state import CallState, RandomStates, devices_of
 from megatron_offload.recompute.module_state import lasting
 from megatron_offload.recompute.patches import Call

@@ -25,7 +25,7 @@ from megatron_offload.engine.chunk import ChunkOffloadHandler
 from megatron_offload.engine.hooks import is_in_backward, owner_of_hooks
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import mark_everywhere
-from megatron_offload.engine.nested import inner_tensors
+from megatron_offload.memory.nested import inner_tensors
 from megatron_offload.recompute.patches import PatchStack, around
 from megatron_offload.recompute.recipes import add_recipe
 

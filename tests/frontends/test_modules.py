@@ -12,9 +12,9 @@ from programs import KIB, TWO_TIMINGS, assert_nothing_left, assert_same, make_ma
 from test_compile import Model as WithNorms
 from torch import nn
 
-from megatron_offload.engine.nested import tensors_in
 from megatron_offload.errors import ConfigError
 from megatron_offload.frontends.modules import offload_modules
+from megatron_offload.memory.nested import tensors_in
 from megatron_offload.model_map.module_hooks import expression_of
 
 

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.chunk import ChunkOffloadHandler
-from megatron_offload.engine.nested import inner_tensors
 from megatron_offload.frontends.whole_model import OffloadActivations
 from megatron_offload.integrations import transformer_engine as policy
+from megatron_offload.memory.nested import inner_tensors
 from megatron_offload.recompute import transformer_engine
 
 # Read by TransformerEngine where it chooses attention's backward.
