@@ -147,9 +147,12 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
         raise ConfigError(f"transformers has no model_type {said}{did_you_mean(kind, known)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # see the error
-    config = None
+    advice = "in Python map_model() takes any model, with any batch"
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(data))
+        if (most := getattr(config, "max_position_embeddings", None) or shape[1]) < shape[1]:
+            advice = "give fewer tokens"
+            raise ConfigError(f"it has {most} positions, and not {shape[1]}")
         with FakeTensorMode(), PatchStack() as patches:
             make = transformers.AutoModelForCausalLM.from_config
             model = make(config, dtype=getattr(torch, dtype)).train()
@@ -165,7 +168,4 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
             return own.fit(*map(seen, shorter)) if len(shorter) > 1 else own
     except Exception as error:
         what = shorten(str(error).strip().split("\n")[0].rstrip("."), 200)
-        most = getattr(config, "max_position_embeddings", None) or shape[1]
-        advice = "in Python map_model() takes any model, with any batch"
-        advice = f"it has {most} positions, and not {shape[1]}" if most < shape[1] else advice
         raise ConfigError(f"no map of this {kind} can be made: {what}; {advice}") from error

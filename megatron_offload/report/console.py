@@ -6,7 +6,9 @@ are written out, wherever the text came from. `rich.text.Text` is for words of t
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,6 +64,12 @@ class _Output(Console):
     def encoding(self) -> str:
         """What rich draws lines for: nothing but ASCII where no terminal shows them."""
         return super().encoding if self.file.isatty() else "ascii"
+
+    def on_broken_pipe(self) -> None:
+        """Say no more where the reader has gone, such as ``head``; the command ends as it would."""
+        self.quiet = True
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make text of a string; rich calls it for all that is printed, cells and titles too."""
