@@ -91,8 +91,9 @@ def run(given: Given) -> int:
         except MissedTargetError as error:
             return _refuse(given, source, choice.without, each, error)
     without, step = choice.without, planned.step
-    first = "" if percent is None else "leave out --most-slowdown-percent, or "
-    verdict = source.verdict(without, step, "with the rows", first)
+    is_limit = percent is not None and any(one.fits for one in each)
+    first = ["leave out --most-slowdown-percent"] if is_limit else []
+    verdict = source.verdict(without, step, "with the rows", first, targets)
     verdict += f"\n{planned.found.said}"
     each.append(source.summary("the chosen rows", step, without, "chosen"))
     shown = source.alternatives(verdict, each)
@@ -102,8 +103,7 @@ def run(given: Given) -> int:
     if given.output is not None:
         with writing(given.output):
             write_model(given.output, found)
-    fullest = max(range(len(step.ranks)), key=lambda rank: step.ranks[rank].peak_reserved_bytes)
-    stage, out = found.stages[fullest], console(quiet=given.json_)
+    (stage,), out = found.stages, console(quiet=given.json_)
     tables = [alternative_table(shown), source.memory_table(without, step, "with the rows")]
     tables.append(found_table(stage, chosen=stage.followed))
     rows = [row.model_dump(exclude_defaults=True) for row in found.rows()]
@@ -112,7 +112,7 @@ def run(given: Given) -> int:
     out.print(f"plans: {given.output}" if given.output else "--output FILE keeps the plans")
     out.print(f"picture: {picture}" if picture else "--picture FILE draws the table")
     out.print("the rows, for a YAML of run --offload-config, or for OffloadConfig(rows=...):")
-    out.print(_pasted(found))
+    out.print(found.pasted())
     return result
 
 
@@ -146,12 +146,14 @@ def _refuse(
 ) -> int:
     """Say that nothing keeps the targets, and print and draw what else there is; return 1."""
     there, what = source.job.machine.device_bytes, "with what needs least"
-    first, into = "", f" {format_bytes(there)} of a GPU (machine.device_bytes)"
+    first, into = list[str](), f"{format_bytes(there)} of a GPU (machine.device_bytes)"
     if error.target_bytes < there:
-        first, into = "raise the target, or ", ""
-    advice = source.advice(error.target_bytes, first)
+        into = f"{format_bytes(error.target_bytes)} (--memory-target)"
+        least = max(rank.peak_reserved_bytes for rank in error.step.ranks)
+        first = [f"--memory-target {-(-least // 2**20)}MiB"] if least <= there else first
+    helps = source.to_fit(error.target_bytes, first)
     each = [*each, source.summary("what needs least", error.step, without)]
-    shown = source.alternatives(f"does not fit{into}: {error}\nto fit: {advice}", each)
+    shown = source.alternatives(f"does not fit {into}: {error}{helps}", each)
     if given.picture is not None:
         write_report(given.picture, Report(source.title, alternatives=shown))
     tables = [alternative_table(shown), source.memory_table(without, error.step, what)]
@@ -189,15 +191,18 @@ def _show_found(given: Given, folder: Path) -> int:
     for stage, place in zip(found.stages, chosen, strict=True):
         out.print(found_table(stage, chosen=place, followed=stage.followed))
     out.print(f"found: {found.said}")
-    out.print(_pasted(found, chosen))
+    if found.alternatives and (targets or given.most_slowdown_percent is not None):
+        out.print("of the plans of this file: planned anew with this limit, the job may get others")
+    out.print(found.pasted(chosen))
     return int(not fits)
 
 
 def _verdict(found: RunFrontier, places: Sequence[int], targets: Sequence[int]) -> tuple[str, bool]:
     """Return whether a plan of each stage fits, in words, and as far as that is known."""
-    pairs = [*zip(found.stages, places, strict=True)]
+    pairs, is_run = [*zip(found.stages, places, strict=True)], found.alternatives is None
     percent = max(stage.plans[place].percent for stage, place in pairs)
-    what = f"with the rows at {percent:+z.2f} % of the stage that loses most"
+    of_what = "the stage that loses most" if is_run else "the step's time"
+    what = f"with the rows at {percent:+z.2f} % of {of_what}"
     if not all(stage.bare_bytes for stage in found.stages):
         return f"what is needed is not known, {what}", True
     sizes = [stage.needed_bytes()[place] for stage, place in pairs]
@@ -207,13 +212,9 @@ def _verdict(found: RunFrontier, places: Sequence[int], targets: Sequence[int]) 
     if not limit:
         return f"needs {format_bytes(size)} reserved {what}", True
     fits = "fits" if spare >= 0 else "does not fit"
-    of_all = f"{format_bytes(limit)} (each stage keeps its limit by itself)"
-    return f"{fits} {what}: {format_bytes(size)} reserved of {of_all}", spare >= 0
-
-
-def _pasted(found: RunFrontier, places: Sequence[int] | None = None) -> str:
-    """Return the rows of a plan of each stage, to be pasted."""
-    return f"rows: [{', '.join(map(str, found.rows(places)))}]"
+    of_all = f"{format_bytes(size)} reserved of {format_bytes(limit)}"
+    by_itself = " (each stage keeps its limit by itself)" if is_run else ""
+    return f"{fits} {what}: {of_all}{by_itself}", spare >= 0
 
 
 def _targets(given: Given, num_stages: int) -> tuple[int, ...]:

@@ -120,32 +120,47 @@ class Source:
             takes_longer_percent=100 * (step.step_us / without.step_us - 1),
         )
 
-    def verdict(self, without: Simulation, step: Simulation, what: str, first: str = "") -> str:
-        """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all."""
+    def verdict(
+        self,
+        without: Simulation,
+        step: Simulation,
+        what: str,
+        first: Iterable[str] = (),
+        targets: Sequence[int] = (),
+    ) -> str:
+        """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all.
+
+        It fits a GPU, or the targets that were asked of its ranks.
+        """
         there = self.job.machine.device_bytes
-        sizes = [max(rank.peak_reserved_bytes for rank in one.ranks) for one in (without, step)]
+        limits = targets or [there] * len(step.ranks)
+
+        def tightest(one: Simulation) -> tuple[int, int, int]:
+            pairs = zip((rank.peak_reserved_bytes for rank in one.ranks), limits, strict=True)
+            return max((size - limit, size, limit) for size, limit in pairs)
+
+        (more, bare, limit), (_, size, own_limit) = tightest(without), tightest(step)
         if misfits := [f"does not fit {what}: {line}" for line in self.misfits(step)]:
-            helps = "give machine.host_bytes if a node has more, or lower model.microbatch"
-            helps = self.advice(there, first) if sizes[1] > there else helps
-            return "\n".join((*misfits, f"to fit: {helps}"))
-        change = 100 * (step.step_us / without.step_us - 1)
-        bare, size = map(format_bytes, sizes)
-        of_all = f"of {format_bytes(there)} (machine.device_bytes)"
-        what += f" at {change:+z.2f} % of the step's time"
-        needed = sizes[1] if sizes[0] > there else sizes[0]
-        barely = "barely " if needed > _NEARLY * there else ""
-        if sizes[0] > there:
-            return f"{barely}fits {what}: {size} reserved {of_all}, {bare} without"
-        return f"{barely}fits without offload: {bare} reserved {of_all}, {size} {what}"
+            host = "\nto fit: give machine.host_bytes if a node has more"
+            return "\n".join(misfits) + (self.to_fit(there, first) if size > there else host)
+        what += f" at {100 * (step.step_us / without.step_us - 1):+z.2f} % of the step's time"
+        needed, limit = (size, own_limit) if more > 0 else (bare, limit)
+        barely = "barely " if needed > _NEARLY * limit else ""
+        which = "machine.device_bytes" if limit == there else "--memory-target"
+        of_all = f"{format_bytes(needed)} reserved of {format_bytes(limit)} ({which})"
+        if more > 0:
+            return f"{barely}fits {what}: {of_all}, {format_bytes(bare)} without"
+        return f"{barely}fits without offload: {of_all}, {format_bytes(size)} {what}"
 
     def alternatives(self, verdict: str, each: Iterable[Alternative]) -> Alternatives:
         """Return what may be done, side by side, and what is said of it."""
         found, there = tuple(each), self.job.machine.device_bytes
         return Alternatives(title=self.title, verdict=verdict, device_bytes=there, each=found)
 
-    def advice(self, device_bytes: int, first: str = "") -> str:
-        """Return what helps a job that doesn't fit so much memory of a GPU."""
-        return advice(self.described.model, device_bytes, self.job.machine.gpus_per_node, first)
+    def to_fit(self, device_bytes: int, first: Iterable[str] = ()) -> str:
+        """Return a line of what lets a job fit so much memory of a GPU; "" if nothing is known."""
+        helps = [*first, *filter(None, [advice(self.described, device_bytes)])]
+        return f"\nto fit: {', or '.join(helps)}" if helps else ""
 
     def memory_table(self, without: Simulation, step: Simulation, what: str) -> Table:
         """Return what each rank needs without anything, and with ``what`` is done in a step."""
@@ -187,7 +202,7 @@ class SourceOptions(OptionsWithKeys):
     """A described job: a file, or the name of one in configs/models/."""
 
     hf: Path | None = None
-    """The config.json of a model of transformers, of which a job is made."""
+    """The config.json of a model of transformers, or its folder, of which a job is made."""
 
     megatron: str | None = None
     """The arguments of a Megatron-LM job, in one text, or a script with them, likewise."""
@@ -221,9 +236,10 @@ def load_source(given: SourceOptions) -> Source:
         rates = ("model.peak_tflops", "model.memory_gbps")
         names = {key: f"{path.name}: machine.gpu (or {key})" for key in rates}
     elif given.hf is not None:
-        title = name = str(given.hf)
-        data = foreign.describe(foreign.from_hugging_face, read_json(given.hf), name)
-        names = foreign.names_in("hugging_face", given.hf.name)
+        path = given.hf / "config.json" if given.hf.is_dir() else given.hf
+        title = name = str(path)
+        data = foreign.describe(foreign.from_hugging_face, read_json(path), name)
+        names = foreign.names_in("hugging_face", path.name)
     else:
         title, name, text = "the Megatron job", "--megatron", given.megatron or ""
         if os.path.isfile(text):

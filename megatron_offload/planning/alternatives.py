@@ -15,13 +15,6 @@ from megatron_offload.planning.job_rows import WHOLE_SITES, units_of
 
 def alternatives(job: Job, settings: RankSettings) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:
     """Yield what can be done, in words and as rows, of what may be; the first is nothing."""
-    may = settings.recomputable((*UNITS, *WHOLE_SITES))
-    for what, rows in _rows(job):
-        if all(row.site in may for row in rows if row.recompute):
-            yield what, rows
-
-
-def _rows(job: Job) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:
     marked = [[group.layer for group in stage.groups if group.is_marked] for stage in job.stages]
     stages = [sorted({layer for layer in own if layer is not None}) for own in marked]
     num_layers = max(map(len, stages))
@@ -30,21 +23,23 @@ def _rows(job: Job) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:
         chosen = ranges(layer for own in stages for layer in own[first:end])
         return RowConfig(site="layer", layers=chosen, **does)
 
-    units = units_of(job)
-    selective = [RowConfig(site=unit, recompute=True) for unit in units]
     yield "nothing", ()
     if not num_layers:  # the job recomputes all layers itself
         return
-    if selective:
+    may = settings.recomputable((*UNITS, *WHOLE_SITES))
+    units = units_of(job)
+    selective = [RowConfig(site=unit, recompute=True) for unit in units]
+    is_selective = bool(units) and {*units} <= {*may}
+    if is_selective:
         yield f"recompute {', '.join(units)}", tuple(selective)
     counts = sorted({num_layers // 4, num_layers // 2, num_layers} - {0})
-    for count in counts:  # the first of each stage, as Megatron's method ``block``
+    for count in counts if "layer" in may else ():  # the first of each stage, as ``block``
         which = "all layers" if count == num_layers else f"{count} of {num_layers} layers"
         yield f"recompute {which}", (some(0, count, recompute=True),)
     everything = some(0, num_layers, offload="all")
     yield "offload everything", (everything,)
-    if selective:
+    if is_selective:
         yield f"offload others, recompute {', '.join(units)}", (*selective, everything)
-    if counts[1:]:
+    if counts[1:] and "layer" in may:
         half = some(0, counts[-2], recompute=True), some(counts[-2], num_layers, offload="all")
         yield f"recompute {counts[-2]} of {num_layers} layers, offload others", half

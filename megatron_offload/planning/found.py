@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,10 @@ class FoundPlan(StrictModel):
     """What a step is predicted to take longer."""
     measured_percent: tuple[_Percent, _Percent, _Percent] | None = None
     """Likewise measured, with the ends of its interval; None where it wasn't tried."""
+    slow_link_percent: _Percent | None = None
+    """Of a described job what it is predicted to take longer with a slower link, too."""
     reserved_bytes: _Size | None = None
-    """What was reserved while it was tried."""
+    """What was reserved while it was tried, or would be on the fullest rank of a described job."""
 
     @property
     def percent(self) -> float:
@@ -71,10 +74,14 @@ class FoundStage(StrictModel):
         return next((place for place, size in enumerate(sizes) if size <= target_bytes), None)
 
     def within(self, most_percent: float) -> int | None:
-        """Return the last plan of those before the first that takes longer than it may, if any."""
-        slow = (x for x, plan in enumerate(self.plans) if plan.percent > most_percent)
-        num_quick = next(slow, len(self.plans))
-        return num_quick - 1 if num_quick else None
+        """Return the last plan of those before the first that takes longer than it may, if any.
+
+        Of a described job the last that takes no longer, with a slower link too.
+        """
+        kept = [max(x.percent, x.slow_link_percent or 0.0) <= most_percent for x in self.plans]
+        if self.plans[0].slow_link_percent is None:
+            kept = [*takewhile(bool, kept)]
+        return max((place for place, keeps in enumerate(kept) if keeps), default=None)
 
 
 class Alternative(StrictModel):
@@ -141,8 +148,11 @@ class RunFrontier(StrictModel):
     @property
     def followed(self) -> str:
         """The rows that were followed, to be pasted; where there were none, why."""
-        rows = self.rows()
-        return f"rows: [{', '.join(map(str, rows))}]" if rows else self.said
+        return self.pasted() if self.rows() else self.said
+
+    def pasted(self, places: Sequence[int] | None = None) -> str:
+        """Return `rows` for a YAML."""
+        return f"rows: [{', '.join(map(str, self.rows(places)))}]"
 
     def rows(self, places: Sequence[int] | None = None) -> tuple[RowConfig, ...]:
         """Return the rows of a plan of each stage together: of what was followed, or at places.

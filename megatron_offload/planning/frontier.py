@@ -61,6 +61,11 @@ class Plan(NamedTuple):
     min_tokens: int = 0
     """Of the calls in which it is followed."""
 
+    @classmethod
+    def of(cls, actions: Mapping[int, Action]) -> Plan:
+        """Make it of what is done with each layer."""
+        return cls(actions, *total(actions.values())[1:])
+
     def rows(self) -> tuple[RowConfig, ...]:
         """Return the plan as a person writes it."""
         layers: dict[Part, list[int]] = {}
@@ -141,7 +146,7 @@ def _moves(layers: Layers, link_bytes: Mapping[int, float], price: float) -> lis
     left = dict.fromkeys(choices, math.inf) | dict(link_bytes)
     plans: list[Plan] = []
     while True:
-        plans.append(Plan(taken, *total(taken.values())[1:]))
+        plans.append(Plan.of(taken))
         # Of layers that are alike the first: what it saves lives longest.
         first: dict[tuple[int, Action], int] = {}
         for number, action in taken.items():

@@ -7,6 +7,7 @@ gives a worse plan, and no plan that a person would write is better than the one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -14,14 +15,12 @@ from megatron_offload.core.row_config import RowConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import TargetError
 from megatron_offload.planning.found import FoundPlan, FoundStage, RunFrontier
-from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job import UNLIMITED, Job, RankSettings
 from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Judged
 from megatron_offload.planning.job_search import Search, frontier_of, is_better, lowest, percent_of
 from megatron_offload.planning.simulate import Simulation, simulate
 
-_MOST_SHOWN = 10  # plans of a rank
-_MOST_RANKS = 4  # of which so many are replayed; of others those that are known
+_MOST_OTHERS = 20  # plans besides the chosen one
 
 
 class Planned(NamedTuple):
@@ -98,16 +97,13 @@ class JobChoice:
         better are left out; such a one may cost something with a slower link if it costs nothing.
         """
         search = self._search([0] * len(self.without.ranks))
-        written = [*search.alternatives.values()]
-
-        def took(one: Judged) -> float:
-            is_free = one.percent <= 0 and any(one is other for other in written)
-            return 0.0 if is_free else search.slow_percent(one)
+        took = partial(_slow_percent, search)
 
         def keeps(one: Judged) -> bool:
             return one.percent <= most_slowdown_percent and took(one) <= most_slowdown_percent
 
         some = sorted(search.judged, key=lambda one: (one.num_bytes, one.percent))
+        written = search.alternatives.values()
         fine = (one for one in some if not any(is_better(other, one) for other in written))
         chosen = next(filter(keeps, fine))
         edge = [search.judged[0], *frontier_of(search.judged, percent_of)]
@@ -127,47 +123,32 @@ class JobChoice:
         return self._searches[offsets]
 
     def _planned(self, search: Search, chosen: Judged, what: str) -> Planned:
-        """Return the rows, and of each rank some plans that are made as its plan is.
-
-        Each of them was replayed, and needs less than the one before.
-        """
-        family, plans = chosen.ranks
-        bare_us = max(1.0, self.without.step_us / self._job.schedule.num_microbatches)
-        fullest = max(range(len(plans)), key=lambda rank: search.peak(rank, plans[rank]))
-        stages = []
-        for rank, followed in enumerate(plans):
-            layers, own = search.layers(rank, family.units), search.plans(rank, family)
-            if rank == fullest or len(plans) <= _MOST_RANKS:
-                some = [*own[:: -(-len(own) // _MOST_SHOWN)], own[-1], followed]
-            else:
-                some = [*(plan for plan in own if search.is_replayed(rank, plan)), followed]
-            shown, needs = list[Plan](), {id(plan): search.peak(rank, plan) for plan in some}
-            for plan in sorted(some, key=lambda one: one.freed_bytes):
-                need = needs[id(plan)]
-                if plan is followed:
-                    shown = [one for one in shown if needs[id(one)] > need]
-                if not shown or need < needs[id(shown[-1])]:
-                    shown.append(plan)
-            bare_bytes = self.without.ranks[rank].peak_reserved_bytes
-            found_plans = (
-                FoundPlan(
-                    rows=plan.rows(),
-                    freed_bytes=max(0, bare_bytes - needs[id(plan)]),
-                    predicted_percent=100 * (plan.us + layers.units_us) / bare_us,
-                    reserved_bytes=needs[id(plan)],
-                )
-                for plan in shown
+        """Return the rows, among other plans of the frontier, each of which needs less."""
+        edge = frontier_of(search.judged, percent_of)
+        some = [*edge[:: -(-len(edge) // _MOST_OTHERS)], edge[-1]]
+        others = {one.num_bytes: one for one in some if not is_better(chosen, one)}
+        others[search.judged[0].num_bytes] = search.judged[0]
+        each = sorted((others | {chosen.num_bytes: chosen}).items(), reverse=True)
+        bare_bytes = search.judged[0].num_bytes
+        plans = [
+            FoundPlan(
+                rows=one.ranks.rows(),
+                freed_bytes=max(0, bare_bytes - num_bytes),
+                predicted_percent=100 * (one.step.step_us / self.without.step_us - 1),
+                slow_link_percent=_slow_percent(search, one),
+                reserved_bytes=num_bytes,
             )
-            stage = FoundStage(
-                name=str(rank),
-                bare_bytes=bare_bytes,
-                plans=tuple(found_plans),
-                followed=shown.index(followed),
-            )
-            stages.append(stage)
-        found = RunFrontier(
-            said=f"rows of a described job, chosen by simulation for {what}", stages=tuple(stages)
+            for num_bytes, one in each
+        ]
+        ranks = range(len(self.without.ranks))
+        stage = FoundStage(
+            name="-".join(map(str, sorted({ranks[0], ranks[-1]}))),
+            bare_bytes=bare_bytes,
+            plans=tuple(plans),
+            followed=[one for _, one in each].index(chosen),
         )
+        said = f"rows of a described job, chosen by simulation for {what}"
+        found = RunFrontier(said=said, stages=(stage,))
         return Planned(found, found.rows(), chosen.step)
 
     def _refuse(self, search: Search, least: Judged, targets: Sequence[int]) -> NoReturn:
@@ -184,3 +165,9 @@ class JobChoice:
         if any(one.num_bytes < least.num_bytes for one in search.alternatives.values()):
             text += ", as a node's host has no more memory (machine.host_bytes)"
         raise MissedTargetError(text, least.step, rank, target)
+
+
+def _slow_percent(search: Search, one: Judged) -> float:
+    """Return what a plan takes longer with a slower link; nothing if it is free and written."""
+    is_free = one.percent <= 0 and any(one is other for other in search.alternatives.values())
+    return 0.0 if is_free else search.slow_percent(one)

@@ -44,6 +44,11 @@ class Ranks(NamedTuple):
     family: Family
     plans: tuple[Plan, ...]
 
+    def rows(self) -> tuple[RowConfig, ...]:
+        """Return the plans as a person writes them."""
+        actions = {number: x for plan in self.plans for number, x in plan.actions.items()}
+        return Plan.of(actions).rows()
+
 
 class Judged(NamedTuple):
     """Plans of all ranks, and what they need and take."""
@@ -102,18 +107,6 @@ class Judge:
         self._found = dict[tuple[int, ...], Judged]()
         self._slow = dict[int, tuple[float, Judged]]()  # kept, so that no other has its id
 
-    def peak(self, rank: int, plan: Plan) -> int:
-        """Return what a rank reserves with a plan."""
-        return self._replayed(rank, plan).peak_reserved_bytes
-
-    def _need(self, rank: int, plan: Plan) -> int:
-        """Return that, less the rank's offset."""
-        return self.peak(rank, plan) - self._offsets[rank]
-
-    def is_replayed(self, rank: int, plan: Plan) -> bool:
-        """Whether that is known already."""
-        return _key(rank, plan) in self._steps
-
     # What is counted
 
     def _bare_bytes(self, rank: int) -> int:
@@ -137,8 +130,8 @@ class Judge:
             place = min(self._place(rank, family, level, plans), len(plans) - 1)
             if place in seen or any(0 <= level - x <= self._near_bytes for x in seen.values()):
                 break
-            seen[place] = self.peak(rank, plans[place]) - self._offsets[rank]
             plan = plans[place]
+            seen[place] = self._replayed(rank, plan).peak_reserved_bytes - self._offsets[rank]
             error = self._error(rank, plan)
             error += seen[place] - self._predicted(rank, family, plan)
             self._errors[rank] = error, plan.copied_bytes

@@ -118,14 +118,18 @@ class RankLayers:
             for layer, groups in _layers(job.stages[number])
             if layer is not None
         ]
-        # What a GPU's copies get each way while all of a node copy, as much in as out.
+        # What a GPU's copies get while all of a node copy: one way, or where other microbatches are
+        # in flight as much in as out.
+        self._is_deep = any(layer.num_inflight > 1 for layer in self._layers)
         even = job.machine.model_copy(update={"node_d2h_share": 0.5})
         num_gpus = min(job.gpus_per_rank, job.machine.gpus_per_node)
-        num_ranks = min(job.ranks_per_node, job.schedule.num_ranks)
-        self._gbps = min(fair_rates(even, num_gpus, 0, 0, num_ranks)[2:]) / 1e3
+        num = min(job.ranks_per_node, job.schedule.num_ranks)
+        ways = ((0, 0, num),) if self._is_deep else ((num, 0, 0), (0, num, 0))
+        rates = [rate for way in ways for rate in fair_rates(even, num_gpus, *way) if rate]
+        self._gbps = min(rates) / 1e3
         self.link_bytes_per_us = 1e3 * self._gbps
         num_held = sum(layer.num_inflight for layer in self._layers) / max(1, len(self._layers))
-        self._host_bytes = job.machine.host_bytes / (num_gpus * num_ranks * max(1.0, num_held))
+        self._host_bytes = job.machine.host_bytes / (num_gpus * num * max(1.0, num_held))
         stages = [job.stages[number] for number in job.schedule.stages_of(rank)]
         self._forward_us, self._backward_us = (
             sum(x.slowness(has_engine=False) * us(group) for x in stages for group in x.groups)
@@ -136,7 +140,7 @@ class RankLayers:
         """Return what a microbatch takes at least with a plan: compute, or copies beside it."""
         copy_us = plan.copied_bytes / self.link_bytes_per_us
         first_us, second_us = self._forward_us, self._backward_us + self.units_us + plan.us
-        if any(layer.num_inflight > 1 for layer in self._layers):  # both ways at once
+        if self._is_deep:  # both ways at once
             return max(first_us + second_us, copy_us)
         return max(first_us, copy_us) + max(second_us, copy_us)
 
@@ -200,21 +204,26 @@ class RankLayers:
     def paced(self, plan: Plan, actions: Mapping[int, tuple[Action, ...]]) -> Plan:
         """Return a plan by which layers that are alike begin copies as the link ends those before.
 
-        What is done is the same, in other layers.
+        Where that is too slow for all copies, they begin at even distances. What is done is the
+        same, in other layers.
         """
+        lasts_us = [
+            layer.forward_us * (BACKWARD_SHARE if layer.num_inflight > 1 else 1)
+            for layer in self._layers
+        ]
+        us_per_byte = min(1e-3 / self._gbps, sum(lasts_us) / max(1, plan.copied_bytes))
         waiting = defaultdict[tuple[Action, ...], list[Action]](list)
         for number in sorted(actions, reverse=True):
             waiting[actions[number]].append(plan.actions[number])
         found = dict[int, Action]()
-        now_us = free_us = 0.0
-        for layer in self._layers:
+        now_us = copied_bytes = 0.0
+        for layer, us in zip(self._layers, lasts_us, strict=True):
             own = waiting[actions[layer.number]]
-            is_free = free_us <= now_us
+            is_free = copied_bytes * us_per_byte <= now_us
             wanted = [place for place, x in enumerate(own) if bool(x.copied_bytes) == is_free]
             found[layer.number] = action = own.pop(wanted[-1] if wanted else -1)
-            if action.copied_bytes:
-                free_us = max(free_us, now_us) + action.copied_bytes / self._gbps / 1e3
-            now_us += layer.forward_us * (BACKWARD_SHARE if layer.num_inflight > 1 else 1)
+            copied_bytes += action.copied_bytes
+            now_us += us
         return plan._replace(actions=found)
 
 

@@ -7,7 +7,7 @@ that fits; a `Family` says which units run again in all layers, and how much of 
 shall take. Those are simulated that promise most by a count of compute and copies. Then layers of
 ranks that need too much free more, and in the end single layers do something else. All that
 doesn't depend on what is asked. `Search.narrowed` looks between two neighbours of a frontier, and
-each plan that it finds there is a neighbour of both.
+what it finds there is a neighbour of both.
 
 The same job gives the same plans: no clock and no chance is in it.
 """
@@ -17,21 +17,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
+from operator import attrgetter
 
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.alternatives import alternatives
-from megatron_offload.planning.frontier import Action, Layers, Part, Plan, frontier, total
+from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.job_judge import (
-    SLOW_LINK_SHARE,
-    Family,
-    Judge,
-    Judged,
-    Ranks,
-)
+from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Family, Judge, Judged, Ranks
 from megatron_offload.planning.job_rows import units_of
 from megatron_offload.planning.simulate import Simulation
 
@@ -40,13 +35,16 @@ _ANY_SHARE = 10.0  # of the link: what copies take doesn't matter
 _MOST_WORK_US = 4.8e6  # as `Judge` counts it, of one core
 _WRITTEN = 0.5  # of the work for what a person would write, which counts
 _NARROWED = 0.1, 0.2, 0.3  # as much again in all, by rounds that narrow down what is asked
-_POLISHED = 0.02  # likewise, at a time
+_POLISHED = 0.02  # of it, at a time
 _PLACES = 0.5, 0.25, 0.75  # of a gap, where plans are made
 _NUM_COARSE = 32  # plans, from which on all of a frontier count
 _NUM_WAYS = 6  # to make them
 _MOST_FILLED = 36  # plans in a gap
 _LITTLE = 0.5  # percent: below, gaps count as much
 _LESS_HOPE = 0.7  # times that, for each
+
+percent_of: Callable[[Judged], float] = attrgetter("percent")
+"""What a step takes longer."""
 
 
 class Search(Judge):
@@ -74,7 +72,8 @@ class Search(Judge):
         self._judge(Ranks(most, tuple(self.plans(rank, most)[-1] for rank in self._ranks)))
         self._fill_gaps(self._allowed, percent_of, 1.0)
         self.judged = self._allowed()
-        self._known = self._found, self._steps, self._errors, self._losses
+        names = ("_found", "_steps", "_errors", "_losses")
+        self._known = {name: getattr(self, name) for name in names}
 
     def narrowed(
         self,
@@ -95,9 +94,7 @@ class Search(Judge):
             took: the time.
             keeps: whether a plan keeps what is asked.
         """
-        found, steps, errors, losses = self._known
-        self._found, self._steps = found.copy(), steps.copy()
-        self._errors, self._losses = errors.copy(), losses.copy()
+        vars(self).update({name: value.copy() for name, value in self._known.items()})
         self._work_us, is_kept = 0.0, keeps(more)
         for share in _NARROWED:
             between = partial(self._between, more, less, took)
@@ -142,17 +139,10 @@ class Search(Judge):
                 break
             at_end = [x for x in pairs if x[1].num_bytes <= there < x[0].num_bytes]
             pair = max(at_end if num_filled.total() < _NUM_WAYS and at_end else pairs, key=hope)
-            self._fill(*pair, found, *divmod(num_filled[_ids(pair)], _NUM_WAYS))
+            self._fill(*pair, *divmod(num_filled[_ids(pair)], _NUM_WAYS))
             num_filled[_ids(pair)] += 1
 
-    def _fill(
-        self,
-        more: Judged,
-        less: Judged,
-        found: Callable[[], list[Judged]],
-        times: int,
-        way: int,
-    ) -> None:
+    def _fill(self, more: Judged, less: Judged, times: int, way: int) -> None:
         """Simulate a plan between two others, in one of several ways."""
         gap_bytes = more.num_bytes - less.num_bytes
         level = less.num_bytes + int(gap_bytes * _PLACES[times % len(_PLACES)])
@@ -169,19 +159,45 @@ class Search(Judge):
                 one = self._judge(Ranks(family, tuple(fitting)))
                 insort(self._losses, (load, one.percent - percent))
         elif way < 5:  # layers that do as in the other, or what frees more, without copies or with
-            choices = list[Layers]()
+            share = (_ANY_SHARE, 0.0, more.ranks.family.share)[way - 2]
+            mixed = list[Plan]()
             for rank, (plan, other) in enumerate(zip(plans, less.ranks.plans, strict=True)):
                 own = self._actions(rank, units)
                 if way == 2:
                     own = {x: (_alike(other.actions[x], some),) for x, some in own.items()}
-                choices.append({x: (now, *own[x]) for x, now in plan.actions.items()})
-            share = (_ANY_SHARE, 0.0, more.ranks.family.share)[way - 2]
-            self._mixed(Family(units, share), choices, level)
+                choices = {x: (now, *own[x]) for x, now in plan.actions.items()}
+                link = self.layers(rank, units).link_bytes(SLOW_LINK_SHARE * share)
+                mixed.append(
+                    self._fitting(rank, Family(units, share), level, frontier([choices], link))
+                )
+            self._judge(Ranks(Family(units, share), tuple(mixed)))
         else:
-            level = level if times % 2 else more.num_bytes - 1
-            small = (x for x in found() if x.num_bytes <= level)
-            best = min(small, key=percent_of)
-            self._polish(best, level, self._work_us + _POLISHED * _MOST_WORK_US)
+            self._polish(level if times % 2 else more.num_bytes - 1)
+
+    def _polish(self, level: int) -> None:
+        """Let single layers of the quickest plan that fits a level do what is quicker."""
+        best, last = min((x for x in self._allowed() if x.num_bytes <= level), key=percent_of), None
+        most_work_us, family = self._work_us + _POLISHED * _MOST_WORK_US, best.ranks.family
+        changes = [
+            (rank, number, action)
+            for rank in self._ranks
+            for number, own in self._actions(rank, family.units).items()
+            for action in own
+        ]
+        while best is not last:
+            last = best
+            for rank, number, action in changes:
+                plans = best.ranks.plans
+                now, plan = plans[rank], Plan.of({**plans[rank].actions, number: action})
+                least_bytes = now.freed_bytes + best.num_bytes - level
+                if plan.us >= now.us or plan.freed_bytes < least_bytes:
+                    continue
+                if self._replayed(rank, plan).peak_reserved_bytes - self._offsets[rank] <= level:
+                    one = self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
+                    if one.host_bytes <= self._host_bytes:
+                        best = min(best, one, key=percent_of)
+                if self._work_us >= most_work_us:
+                    return
 
     def _promising(self, level: int) -> list[tuple[Family, tuple[float, float]]]:
         """Return the families that promise most at a level, and what is counted of them.
@@ -198,48 +214,6 @@ class Search(Judge):
         pairs = ((family, self._counted(family, level)) for family in self._families)
         return sorted(((family, x) for family, x in pairs if x is not None), key=hope)
 
-    def _mixed(self, family: Family, choices: Sequence[Layers], level: int) -> None:
-        """Simulate the first plans that fit where layers do first one thing, then others."""
-        plans = []
-        for rank, own in enumerate(choices):
-            link = self.layers(rank, family.units).link_bytes(SLOW_LINK_SHARE * family.share)
-            plans.append(self._fitting(rank, family, level, frontier([own], link)))
-        self._judge(Ranks(family, tuple(plans)))
-
-    def _polish(self, best: Judged, level: int, most_work_us: float) -> None:
-        """Let single layers do what makes the step quicker, and keep to a level."""
-        last = None
-        while best is not last:
-            last = best
-            for rank, change in self._changes(best.ranks.family.units):
-                family, plans = best.ranks
-                now = plans[rank].actions
-                after = {x: now[y] if isinstance(y, int) else y for x, y in change.items()}
-                done = total(after.values()), total([now[x] for x in after])
-                is_quicker = len(change) > 1 or done[0].us < done[1].us
-                least = done[1].freed_bytes - level + best.num_bytes
-                if not is_quicker or done[0].freed_bytes < least:
-                    continue
-                plan = _plan({**now, **after})
-                if self._need(rank, plan) <= level:
-                    one = self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
-                    if one.host_bytes <= self._host_bytes and one.percent < best.percent:
-                        best = one
-                if self._work_us >= most_work_us:
-                    return
-
-    def _changes(self, units: tuple[str, ...]) -> Iterator[tuple[int, dict[int, Action | int]]]:
-        """Yield a rank and what some of its layers could do, or whose part they could take."""
-        for rank in self._ranks:
-            for number, own in self._actions(rank, units).items():
-                for one in own:
-                    yield rank, {number: one}
-        for rank in self._ranks:
-            actions = self._actions(rank, units)
-            for x, y in combinations(actions, 2):
-                if actions[x] == actions[y]:
-                    yield rank, {x: y, y: x}
-
     def _written(self, rows: Sequence[RowConfig]) -> Ranks:
         """Return what rows say, in the actions of layers."""
         units = tuple(row.site for row in rows if row.site in UNITS)
@@ -254,13 +228,8 @@ class Search(Judge):
                 ]
                 own = (x for x in actions if {*parts} <= {*x.parts})
                 taken[number] = next(own, Action((*actions[0].parts, *parts)))
-            plans.append(_plan(taken))
+            plans.append(Plan.of(taken))
         return Ranks(Family(units, 1.0), tuple(plans))
-
-
-def percent_of(one: Judged) -> float:
-    """Return what a step takes longer."""
-    return one.percent
 
 
 def frontier_of(found: Iterable[Judged], took: Callable[[Judged], float]) -> list[Judged]:
@@ -290,10 +259,6 @@ def is_better(one: Judged, other: Judged) -> bool:
     """Whether one needs no more and takes no longer, and differs in one of both."""
     pairs = (one.num_bytes, one.percent), (other.num_bytes, other.percent)
     return pairs[0] != pairs[1] and all(x <= y for x, y in zip(*pairs, strict=True))
-
-
-def _plan(actions: Mapping[int, Action]) -> Plan:
-    return Plan(actions, *total(actions.values())[1:])
 
 
 def _ids(pair: tuple[Judged, Judged]) -> tuple[int, int]:

@@ -58,6 +58,8 @@ class RankStep:
     """Recomputed in backward, and so neither kept nor offloaded."""
     recompute_us: float = 0.0
     """What that takes, as a part of the compute."""
+    host_us: float = 0.0
+    """What of it is waiting for the host (`StageWork.slowness`)."""
 
     # What the compute stream comes by, in two flat sequences: a large job has millions of them.
     kinds: bytearray = field(default_factory=bytearray)
@@ -82,7 +84,10 @@ class RankStep:
     trace: StepTrace | None = None
 
 
-_COUNTS = ("offloaded_bytes", "reloaded_bytes", "num_late", "recomputed_bytes", "recompute_us")
+_COUNTS = (
+    *("offloaded_bytes", "reloaded_bytes", "recomputed_bytes"),
+    *("num_late", "recompute_us", "host_us"),
+)
 """Of a `RankStep`, that go on with each cycle that repeats."""
 
 
@@ -238,6 +243,7 @@ class _Replay:
         temp_bytes += self._job.stages[self._stage].buffer_bytes
         self._peak_temp_bytes = max(self._peak_temp_bytes, temp_bytes)
         self._note_peaks(temp_bytes + block_bytes)
+        self.step.host_us += us * (self._slowness[self._stage] - 1)
         us *= self._slowness[self._stage]
         if us > 0:
             self._add(OpKind.COMPUTE, us, group)

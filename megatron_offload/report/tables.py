@@ -74,6 +74,8 @@ def _in_short(rows: Iterable[RowConfig]) -> str:
             continue
         # A list may be broken behind a comma alone.
         text = row.site if row.layers == "all" else f"{row.site} {row.layers.replace(',', ', ')}"
+        if len(text) > 2 * _ROWS_WIDTH:
+            text = f"{row.site} in {len(row.numbers())} layers"
         if row.most is not None and row.offload:
             text += f" ({row.most} of its tensors)"
         does.setdefault("offload" if row.offload else "recompute", []).append(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -15,7 +17,6 @@ from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.job import UNLIMITED
 from megatron_offload.planning.job_choice import JobChoice
 from megatron_offload.planning.job_rows import with_rows
-from megatron_offload.planning.parameters import static_bytes
 from megatron_offload.planning.simulate import simulate
 
 pytest.importorskip("simpy")
@@ -55,8 +56,18 @@ def test_rows_of_a_model_are_printed_and_its_plans_kept_for_another_choice(model
     assert limit in html.unescape(page)
     assert limit in printed.splitlines()[1]
     assert "reserved of 139.0 GiB" in prints("plan", "--from", output).splitlines()[0]
-    rows = rows_in(prints("plan", "--from", output, "--memory-target", "1TiB"))
-    assert {row.site for row in rows} <= {"norm", "mlp_act"}
+    assert rows_in(prints("plan", "--from", output, "--memory-target", "1TiB")) == ()
+
+
+@pytest.mark.parametrize("limit", [("--most-slowdown-percent", 8), ("--memory-target", "320MiB")])
+def test_a_file_of_plans_gives_for_the_same_limit_the_same_plan(limit, model, tmp_path, prints):
+    words = ("plan", model, "--set", "machine.both_gbps=4")
+    printed = prints(*words, *limit, "--output", tmp_path / "plans.json")
+    again = prints("plan", "--from", tmp_path / "plans.json", *limit)
+    assert rows_in(again) == rows_in(printed) != ()
+    percent = re.search(r"at \S+ % of the step's time", printed)[0]
+    assert percent in again.splitlines()[0]
+    assert "planned anew with this limit" in again
 
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
@@ -112,7 +123,7 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     assert plan(*on("4MiB")[1:], "--memory-target", "1GiB") == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("does not fit 4.0 MiB of a GPU (machine.device_bytes): pipeline rank")
-    assert re.fullmatch(r"to fit: \S+ MiB are weights, .* share them", second)
+    assert re.fullmatch(r"to fit: \S+ MiB are weights, .* no offload frees", second)
 
 
 def test_a_config_of_transformers_is_no_description(tmp_path, refused):
@@ -166,27 +177,36 @@ def test_the_picture_and_its_page_are_drawn_whether_or_not_it_fits(
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),
+    ("keys", "expected"),
     [
-        (1, r"--model\.tensor_parallel 2 \(4 GPUs\)"),
-        (0.4, r"--model\.pipeline_parallel 4 --model\.tensor_parallel 2 \(8 GPUs\)"),
-        (1.3, "leave out --most-.*, or lower model.microbatch or model.sequence, or raise"),
+        (("model.layers=32", "machine.device_bytes=700MiB"), r"share them, by at least (.*) \(4 G"),
+        (("model.sequence=8192", "machine.device_bytes=700MiB"), r"to fit: (--model.sequence \d+)"),
     ],
 )
-def test_what_helps_is_said_and_helps_where_weights_are_too_large(model, share, expected, capsys):
-    def most_bytes(**options):
-        described = load_model(model, **options).described.model
-        return max(static_bytes(described, rank) for rank in range(described.pipeline_parallel))
+def test_what_is_advised_fits(keys, expected, model, prints, capsys):
+    words = (model, "--set", *keys)
+    assert plan(*words) == 1
+    flags = re.search(expected, capsys.readouterr().out.splitlines()[1])[1]
+    assert "fits" in prints("plan", *words, *flags.split(" or ")[0].split()).splitlines()[0]
 
-    size = int(share * most_bytes())
-    words = ["--set", f"machine.device_bytes={size}", "--most-slowdown-percent", 0]
-    assert plan(model, *words) == 1
-    said = capsys.readouterr().out.splitlines()[1]
-    assert re.search(expected, said)
-    if flags := re.search(r"by at least (.*) \(", said):
-        layout = [word.removeprefix("--") for word in flags[1].split()]
-        pairs = map("=".join, zip(layout[::2], layout[1::2], strict=True))
-        assert most_bytes(set=[*pairs]) <= 0.8 * size
+
+def test_a_target_is_named_and_one_that_can_be_kept_is_advised(model, prints, capsys):
+    printed = prints("plan", model, "--memory-target", "320MiB")
+    assert "reserved of 320.0 MiB (--memory-target)" in printed
+    assert plan(model, "--memory-target", "60MiB") == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("does not fit 60.0 MiB (--memory-target): ")
+    target = re.match(r"to fit: --memory-target (\d+)MiB", second)[1]
+    assert plan(model, "--memory-target", f"{target}MiB") == 0
+
+
+def test_a_reader_that_goes_changes_no_status(model):
+    program = (
+        f"{sys.executable} -m megatron_offload plan {model} | head -1; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["/bin/bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("fits")
 
 
 def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, prints, refused):
@@ -197,6 +217,10 @@ def test_a_description_is_made_of_other_programs_files_to_be_edited(tmp_path, pr
     (tmp_path / "job.yaml").write_text(prints("plan", *words, "--print"))
     assert prints("simulate", *words, "--json") == prints(
         "simulate", tmp_path / "job.yaml", "--json"
+    )
+    assert (
+        prints("plan", "--hf", tmp_path, *words[2:], "--print")
+        == (tmp_path / "job.yaml").read_text()
     )
     assert load_model(tmp_path / "job.yaml").described.machine.gpu == "H100-80GB"
     as_json = json.loads(prints("plan", *words, "--print", "--json"))

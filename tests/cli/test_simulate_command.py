@@ -25,18 +25,24 @@ def rows(printed):
 
 
 def test_what_is_printed_is_what_was_simulated(model, prints):
-    printed = prints("simulate", model, "--set", "offload.max_inflight_bytes=8MiB")
-    job = load_model(model).job
+    keys = ("model.host_us_per_launch=200", "model.host_us_per_group=200")
+    printed = prints("simulate", model, "--set", "offload.max_inflight_bytes=8MiB", *keys)
+    job = load_model(model, set=keys).job
     without = simulate(job)
     settings = RankSettings(max_inflight_bytes=8 * 2**20)
-    offloaded = simulate(with_units(job, units_of(job)), settings)
+    rerun = with_units(job, units_of(job))
+    offloaded = simulate(rerun, settings)
     assert offloaded.step_us > without.step_us
     assert f"{without.step_us / 1e3:.1f} ms without offload" in printed
     assert f"{offloaded.step_us / 1e3:.1f} ms with offload" in printed
     times, memory = rows(printed)[:2], rows(printed)[2:]
     for index, (plain, rank) in enumerate(zip(without.ranks, offloaded.ranks, strict=True)):
         stalls_us = [rank.stall_us[cause] for cause in ("pipeline", "W2", "W4")]
-        numbers = [plain.end_us, rank.end_us, rank.compute_us, rank.recompute_us, *stalls_us]
+        slowness = rerun.stages[index].slowness(has_engine=True)
+        work_us = rank.compute_us / slowness
+        host_us = rank.compute_us - work_us
+        numbers = [plain.end_us, rank.end_us, work_us, rank.recompute_us, host_us, *stalls_us]
+        assert host_us > 0
         assert times[index] == [str(index), *(f"{us / 1e3:.1f}" for us in numbers)]
         sizes = [plain.peak_reserved_bytes, rank.peak_reserved_bytes, rank.peak_host_bytes]
         sizes += [rank.offloaded_bytes, rank.recomputed_bytes]

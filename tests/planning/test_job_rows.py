@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from problems import PIPELINE
 
 from megatron_offload.core.row_config import RowConfig
 from megatron_offload.files.strict_model import validate
+from megatron_offload.machine.profile import Machine
 from megatron_offload.planning.description import job_from_model
 from megatron_offload.planning.frontier import Plan
 from megatron_offload.planning.job_rows import (
@@ -121,3 +124,28 @@ def test_paced_layers_do_the_same_in_another_order(job):
         found = layers.paced(plan, actions).actions
         assert sorted(found.values()) == sorted(plan.actions.values())
         assert all(found[layer] in (*actions[layer], *plan.actions.values()) for layer in found)
+
+
+@pytest.mark.parametrize("num_layers", [2, 4, 5])
+def test_copies_that_fill_the_link_begin_at_even_distances(num_layers):
+    model = MODEL | {"layers": 8, "pipeline_parallel": 1, "virtual_stages": 1}
+    layers = RankLayers(job_from_model(validate(ModelDescription, model, "model")), 0)
+    actions = layers.actions(())
+    some = {x: max(own, key=lambda one: one.copied_bytes) for x, own in actions.items()}
+    some |= {x: own[0] for x, own in actions.items() if x >= num_layers}
+    found = [
+        x for x, one in layers.paced(Plan.of(some), actions).actions.items() if one.copied_bytes
+    ]
+    gaps = {after - before for before, after in pairwise((*found, 8))}
+    assert found[0] == 0
+    assert max(gaps) - min(gaps) <= 2
+
+
+def test_copies_of_a_rank_without_other_microbatches_have_the_link_one_way():
+    machine = Machine(d2h_gbps=50, h2d_gbps=50, both_gbps=40, node_gbps=40, gpus_per_node=1)
+    found = []
+    for num_ranks in (1, 2):
+        model = MODEL | {"pipeline_parallel": num_ranks, "virtual_stages": 1}
+        job = job_from_model(validate(ModelDescription, model, "model"), machine)
+        found.append(RankLayers(job, 0).link_bytes_per_us)
+    assert found == [40e3, 20e3]
