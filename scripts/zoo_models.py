@@ -30,7 +30,8 @@ from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloadi
 from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.errors import OffloadError
 from megatron_offload.model_map.module_hooks import named_modules
-from megatron_offload.model_map.structure import find_sites, layers_of
+from megatron_offload.model_map.structure import layers_of
+from megatron_offload.recompute.sites import sites_of
 
 MODES = ("default", "moved", *RECOMPUTE_SITES, "rows")
 STEPS = 3
@@ -341,7 +342,7 @@ def shown(error: BaseException) -> str:
 
 def rows_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return rows that offload what layers save, but for MLPs of all but the first."""
-    sites = find_sites(named_modules(module), ["layer", "mlp"])
+    sites = sites_of(named_modules(module), ["layer", "mlp"])
     rows: list[dict[str, Any]] = []
     if "layer" in sites.values():
         rows.append({"site": "layer", "offload": "all"})
