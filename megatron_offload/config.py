@@ -246,12 +246,7 @@ class OffloadConfig(StrictModel):
             return self.policy
         is_open = self.policy is None and not self.model_fields_set & _KEEP_KEYS
         is_open &= self.copy_streams and self.pin_memory  # else copies are no waits
-        return AutoConfig(kind="auto") if is_open and not self._names_recompute else None
-
-    @property
-    def _names_recompute(self) -> bool:
-        """Whether something is to be recomputed, be it a model's loss or more."""
-        return not set(self.recompute) <= {LOSS}
+        return AutoConfig(kind="auto") if is_open and set(self.recompute) <= {LOSS} else None
 
     def plan(self, *, is_open: bool) -> str:
         """Return in a line what is done; where it ``is_open`` what is offloaded, it is found."""
@@ -276,7 +271,7 @@ class OffloadConfig(StrictModel):
     def without_offload(self) -> OffloadConfig:
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""
         given = self.model_fields_set & {"policy", "rows", *_KEEP_KEYS}
-        is_said = not self._names_recompute or given
+        is_said = set(self.recompute) <= {LOSS} or given
         return self if is_said else self.model_copy(update={"fraction": 0.0})
 
     @property

@@ -150,12 +150,14 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
     advice = "in Python map_model() takes any model, with any batch"
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(data))
-        if (most := getattr(config, "max_position_embeddings", None) or shape[1]) < shape[1]:
-            advice = "give fewer tokens"
-            raise ConfigError(f"it has {most} positions, and not {shape[1]}")
+        most = getattr(config, "max_position_embeddings", None) or shape[1]
         with FakeTensorMode(), PatchStack() as patches:
             make = transformers.AutoModelForCausalLM.from_config
             model = make(config, dtype=getattr(torch, dtype)).train()
+            sizes = [x.num_embeddings for x in model.modules() if isinstance(x, nn.Embedding)]
+            if most < shape[1] and any(most <= size <= most + 2 for size in sizes):
+                advice = "give fewer tokens"  # it learns them, and has two more at most
+                raise ConfigError(f"it has {most} positions, and not {shape[1]}")
             # Else a mask is made: positions of fake tensors may be those of several sequences.
             if masks := sys.modules.get("transformers.masking_utils"):
                 patches.replace(masks, "find_packed_sequence_indices", lambda _: None)
