@@ -193,8 +193,8 @@ class SavedMemory(Observer):
                 continue
             called = stats.by_name.get(row.site)  # that may run again
             if is_unit or (row.recompute and own <= self._leaves):
-                what = f"what {min(own, default='a function of this kind')} returns is saved as it"
-                what = f"{what} is by nothing that isn't recomputed as well, which frees nothing"
+                what = f"nothing saves what {min(own, default='a function of this kind')} returns "
+                what += "but what is recomputed as well"
                 if not is_unit:
                     around = row.site.rpartition(".")[0] or "layer"
                     raise ConfigError(f"row {row}: {what}; name what is around it: {around!r}")
