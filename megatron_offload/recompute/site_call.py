@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
@@ -50,7 +49,7 @@ from megatron_offload.recompute.module_state import (
 )
 from megatron_offload.recompute.patches import PatchStack
 from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
-from megatron_offload.recompute.rerun import Enough, Form, LeftOut, Rerun, left_out
+from megatron_offload.recompute.rerun import Enough, Form, Rerun
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +82,6 @@ class Site:
         fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
             there.
         layout: where its modules had what their forward reads, when that was last seen.
-        frozen: the position among them of a layer whose output reruns leave out, if they can.
         forms: of what its last call has saved; calls that save the same keep one list.
         counted_share: of the bytes that a call saves, those that it hasn't saved before.
         proof: of what it returns.
@@ -97,7 +95,6 @@ class Site:
         self.drops_output = unit not in RECOMPUTE_SITES
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None
-        self.frozen: int | None = None
         self.forms: list[Form] = []
         self.counted_share = 1.0
         self.said = set[str]()
@@ -193,9 +190,6 @@ class SiteCall(ModuleCall):
         StateError: it has saved another number or kind of tensors.
         InPlaceModificationError: something that it takes was changed since.
     """
-
-    frozen: nn.Module | None = None
-    """What a rerun may leave out, as `LeftOut` says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,37 +303,13 @@ class SiteCall(ModuleCall):
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self.proves and not self._is_open
-        runs_on = needs_output or proves or site.fills_late
-        again, frozen = partial(self._rerun, leaves, proves, runs_on), self.frozen
-        if frozen is None or runs_on or site.frozen is None or "forward" in vars(frozen):
-            output, is_same = again()
-        else:
-            try:
-                output, is_same = again(frozen)
-            except (LeftOut.ReadError, Exception):  # noqa: BLE001 - whatever that leads to
-                site.frozen = None
-                output, is_same = again()
-        if not is_same and self.manager.rows_are_own and not isinstance(self, TriedCall):
-            site.refusal = "it has had other bits when it ran again, and so have some gradients"
-            site.warn(site.refusal)
-        elif not is_same:
-            raise other_bits(site.path, site.unit)
-        if proves:
-            self.proves, site.proven_in[self.state.training] = False, self._step_number
-        return output
-
-    def _rerun(
-        self, leaves: Sequence[Any], proves: bool, runs_on: bool, frozen: nn.Module | None = None
-    ) -> tuple[Any, bool]:
-        """Return what the call returns, if it runs on, and whether its bits are as before."""
-        site, num_saved, rerun = self.site, len(self._forms), Rerun(self._forms, proves, runs_on)
+        runs_on, num_saved = needs_output or proves or site.fills_late, len(self._forms)
+        rerun = Rerun(self._forms, proves, runs_on)
         made = rerun.made
 
         def run() -> tuple[Any, bool]:
             try:
-                with nullcontext() if frozen is None else left_out(frozen, rerun):
-                    output = self.function(*leaves)
-                after = self._states_after
+                output, after = self.function(*leaves), self._states_after
                 is_same = after is None or after.are_current()
             except (Enough, Exception):  # TorchScript makes another of it
                 if runs_on or len(made) < num_saved:
@@ -351,18 +321,22 @@ class SiteCall(ModuleCall):
                 is_same = is_same and all(map(torch.equal, sums_of(output), self._sums))
             return output, is_same
 
-        found = recompute(
-            self.manager.observers, site.path, partial(self.run, run, pack=rerun.keep)
-        )
-        if rerun.needs_all:  # even if a caller has caught that
-            raise LeftOut.ReadError
+        again = partial(self.run, run, pack=rerun.keep)
+        output, is_same = recompute(self.manager.observers, site.path, again)
         if rerun.forms != self._forms:
             raise StateError(
                 f"{site.path} saved other tensors when it was recomputed: its forward must do "
                 f"the same each time; leave {site.unit!r} out of recompute"
             )
+        if not is_same and self.manager.rows_are_own and not isinstance(self, TriedCall):
+            site.refusal = "it has had other bits when it ran again, and so have some gradients"
+            site.warn(site.refusal)
+        elif not is_same:
+            raise other_bits(site.path, site.unit)
+        if proves:
+            self.proves, site.proven_in[self.state.training] = False, self._step_number
         self._made = made
-        return found
+        return output
 
 
 class TriedCall(SiteCall):

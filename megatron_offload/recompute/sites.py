@@ -46,7 +46,6 @@ from megatron_offload.recompute.call_state import RandomStates, are_captured, de
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
-from megatron_offload.recompute.rerun import last_frozen
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall, first_of
 from megatron_offload.recompute.transformer_engine import is_quantising
 
@@ -144,8 +143,7 @@ class SiteHooks:
             site.warn(refusal, is_asked_for=not manager.rows_are_own)
             return None
         state = ModuleState(parts, site.layout, copies=site.drops_output)
-        if state.layout is not site.layout:
-            site.layout, site.frozen = state.layout, last_frozen(parts)
+        site.layout = state.layout
         devices = devices_of(leaves) if site.draws else ()
         is_captured = site.draws and are_captured(devices)
         if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
@@ -156,9 +154,7 @@ class SiteHooks:
         if not site.drops_inside:
             return ModuleCall(*how)
         if not manager.rows_are_on_trial:
-            call = SiteCall(*how)
-            call.frozen = None if site.frozen is None else parts[site.frozen]
-            return call
+            return SiteCall(*how)
         tried = TriedCall(*how)
         return tried if tried.proves else None
 
