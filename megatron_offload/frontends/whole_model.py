@@ -153,6 +153,7 @@ class OffloadActivations(AroundForwards):
         self._seeking: RemovableHandle | None = None
         self._owners, self._patched = list[ref[nn.Module]](), list[PatchStack]()
         self._of_model = None if _model is None else ref(_model)
+        self._handled: BaseException | None = None  # where it was entered
         if _model is not None:
             self._take_up(_model)
 
@@ -184,6 +185,7 @@ class OffloadActivations(AroundForwards):
         if model is not None and not is_adopted_by(model, self.manager):
             _hook(ref(model), ref(self._groups))  # another context has been made for it since
         super().__enter__()
+        self._handled = exc_info()[1]
         try:
             loss = causal_loss if self.manager.config.names_loss else large_causal_loss
             self._patched.append(patch_loss(self._owners, loss))
@@ -231,7 +233,7 @@ class OffloadActivations(AroundForwards):
 
     def close(self) -> None:
         """Free all memory and take off all hooks, once; inside of the context a `StateError`."""
-        if self._depth and exc_info() == (None, None, None):
+        if self._depth and exc_info()[1] is self._handled:
             why = "close() inside of the context would lose what backward of this forward needs"
             raise StateError(f"{why}; leave the context, call backward, and close it at the end")
         self._of_model, self._seeks_model = None, False

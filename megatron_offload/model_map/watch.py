@@ -185,6 +185,7 @@ class SavedMemory(Observer):
         for calls, key in self.saves:
             inner = next((x.path for x in reversed(calls) if x.path in named), "")
             inside[inner].add(key is not None)  # whether it can be offloaded
+        around = tuple(f"{path}." for path in recomputed)
         for row in manager.rows or ():
             own = {path for path, one in named.items() if one is row}
             is_unit = row.recompute and row.site in UNITS
@@ -196,13 +197,15 @@ class SavedMemory(Observer):
                 what = f"nothing saves what {min(own, default='a function of this kind')} returns "
                 what += "but what is recomputed as well"
                 if not is_unit:
-                    around = row.site.rpartition(".")[0] or "layer"
-                    raise ConfigError(f"row {row}: {what}; name what is around it: {around!r}")
+                    outer = row.site.rpartition(".")[0] or "layer"
+                    raise ConfigError(f"row {row}: {what}; name what is around it: {outer!r}")
                 yield row, what
             elif row.recompute:
                 if not (called.recomputed_bytes if called else any(inside[path] for path in own)):
                     yield row, "nothing is saved inside, but by what is recomputed around it"
-            elif not (stats.num_hidden_groups or any(True in inside[path] for path in own)):
+            elif not any(True in inside[path] for path in own) and (
+                not stats.num_hidden_groups or all(path.startswith(around) for path in own)
+            ):
                 yield row, "nothing is saved inside that could be offloaded, or it is recomputed"
 
     def choose(self, largest: Mapping[str, LargestTensors]) -> Mapping[str, str]:

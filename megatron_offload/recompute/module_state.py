@@ -206,17 +206,15 @@ class ModuleState:
         for i in self.layout.changing:  # it writes to copies, each time that it runs
             values[i] = _copy_of(values[i], copies)
         layout, now = _read(self._tables, self.layout)
-        flags = zip(self._given.tensors, self._need_grad, strict=True)
-        changed = [(x, flag) for x, flag in flags if x.requires_grad is not flag]
+        given = self._given.tensors
+        flags_now = [*map(_needs_grad, given)]
 
         def put_back() -> None:
-            for x, flag in changed:
-                x.requires_grad_(not flag)
+            _set_flags(given, flags_now)
             layout.put(self._tables, now)
 
         try:
-            for x, flag in changed:  # frozen or unfrozen since: the call would save other tensors
-                x.requires_grad_(flag)
+            _set_flags(given, self._need_grad)  # else the call might save other tensors
             if layout is not self.layout or not all(map(is_, values, now)):
                 self.layout.put(self._tables, values)
             return function()
@@ -226,6 +224,13 @@ class ModuleState:
             except BaseException:  # an interrupt has come meanwhile
                 put_back()
                 raise
+
+
+def _set_flags(tensors: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    """Freeze or unfreeze those of which that has changed."""
+    for x, flag in zip(tensors, flags, strict=True):
+        if x.requires_grad is not flag:
+            x.requires_grad_(flag)
 
 
 def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:
