@@ -33,13 +33,14 @@ from pydantic import BeforeValidator, Field
 
 from megatron_offload.cli.options import writing
 from megatron_offload.cli.report import check_picture, write_report
-from megatron_offload.cli.source import Source, SourceOptions, load_source
+from megatron_offload.cli.source import NEARLY, Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
 from megatron_offload.core.units import format_bytes
 from megatron_offload.errors import ConfigError, TargetError
 from megatron_offload.files.strict_model import TargetBytes, write_model
 from megatron_offload.planning.found import Alternative, RunFrontier, read_frontier
 from megatron_offload.planning.job_choice import JobChoice, MissedTargetError, Planned
+from megatron_offload.planning.job_judge import SLOW_LINK_SHARE
 from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console
 from megatron_offload.report.report import Report
@@ -181,8 +182,10 @@ def _show_found(given: Given, folder: Path) -> int:
         elif given.most_slowdown_percent is not None:
             place = stage.within(given.most_slowdown_percent)
         if place is None:
-            why = "is known to fit" if targets else "takes so little time"
-            text = f"no plan of stage {stage.name} {why}"
+            text = f"no plan of stage {stage.name} takes so little time"
+            if targets:
+                least = format_bytes(min(stage.needed_bytes()))
+                text = f"no plan of stage {stage.name} is known to need less than {least}"
             out.print(f"does not fit: {text}" if targets else text, style="bold red")
             return 1
         chosen.append(place)
@@ -192,7 +195,8 @@ def _show_found(given: Given, folder: Path) -> int:
         out.print(found_table(stage, chosen=place, followed=stage.followed))
     out.print(f"found: {found.said}")
     if found.alternatives and (targets or given.most_slowdown_percent is not None):
-        out.print("of the plans of this file: planned anew with this limit, the job may get others")
+        slow = "" if targets else f", with {SLOW_LINK_SHARE:g} of the bandwidth to the host, too"
+        out.print(f"of the plans of this file{slow}: planned anew, the job may get others")
     out.print(found.pasted(chosen))
     return int(not fits)
 
@@ -211,7 +215,8 @@ def _verdict(found: RunFrontier, places: Sequence[int], targets: Sequence[int]) 
     spare, size, limit = min((y - x, x, y) for x, y in zip(sizes, limits, strict=True))
     if not limit:
         return f"needs {format_bytes(size)} reserved {what}", True
-    fits = "fits" if spare >= 0 else "does not fit"
+    barely = "barely " if size > NEARLY * limit else ""
+    fits = f"{barely}fits" if spare >= 0 else "does not fit"
     of_all = f"{format_bytes(size)} reserved of {format_bytes(limit)}"
     by_itself = " (each stage keeps its limit by itself)" if is_run else ""
     return f"{fits} {what}: {of_all}{by_itself}", spare >= 0

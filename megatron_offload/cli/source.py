@@ -35,7 +35,7 @@ from megatron_offload.planning.simulate import Simulation
 from megatron_offload.report.console import console, plain_table
 
 _IN_A_STEP = "offloaded a step", "recomputed a step", "late reloads"
-_NEARLY = 0.96
+NEARLY = 0.96
 """Of a GPU's memory, above which a prediction is too near to be sure (docs/simulation.md)."""
 
 
@@ -145,7 +145,7 @@ class Source:
             return "\n".join(misfits) + (self.to_fit(there, first) if size > there else host)
         what += f" at {100 * (step.step_us / without.step_us - 1):+z.2f} % of the step's time"
         needed, limit = (size, own_limit) if more > 0 else (bare, limit)
-        barely = "barely " if needed > _NEARLY * limit else ""
+        barely = "barely " if needed > NEARLY * limit else ""
         which = "machine.device_bytes" if limit == there else "--memory-target"
         of_all = f"{format_bytes(needed)} reserved of {format_bytes(limit)} ({which})"
         if more > 0:

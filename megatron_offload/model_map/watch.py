@@ -197,7 +197,7 @@ class SavedMemory(Observer):
                 what = f"nothing saves what {min(own, default='a function of this kind')} returns "
                 what += "but what is recomputed as well"
                 if not is_unit:
-                    outer = row.site.rpartition(".")[0] or "layer"
+                    outer = row.site.rpartition(".")[0].strip("*.") or "layer"
                     raise ConfigError(f"row {row}: {what}; name what is around it: {outer!r}")
                 yield row, what
             elif row.recompute:

@@ -55,7 +55,7 @@ def _fits(described: JobDescription, changes: Mapping[str, object], device_bytes
 def _shared(described: JobDescription, device_bytes: int) -> str:
     """Return the flags of a layout on the fewest GPUs in which the job fits; "" for none."""
     for changes, num_gpus in islice(_layouts(described, device_bytes), _MOST_COUNTED):
-        if _fits(described, changes, device_bytes):
+        if changes and _fits(described, changes, device_bytes):
             flags = (f"--model.{key} {value}" for key, value in changes.items())
             return f"{' '.join(flags)} ({num_gpus} GPUs)"
     return ""

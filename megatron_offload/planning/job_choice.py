@@ -88,7 +88,7 @@ class JobChoice:
             more, less = next(pair for pair in pairs if pair[1].num_bytes <= target)
             _, one = search.narrowed(more, less, percent_of, lambda x: x.num_bytes <= target)
             chosen = min(chosen, one, key=percent_of)
-        return self._planned(search, chosen, "the targets")
+        return self._planned(search, chosen, "the memory of each rank")
 
     def within(self, most_slowdown_percent: float) -> Planned:
         """Return the plan found with the least memory that costs no more time, with a slower link.

@@ -67,7 +67,7 @@ def test_a_file_of_plans_gives_for_the_same_limit_the_same_plan(limit, model, tm
     assert rows_in(again) == rows_in(printed) != ()
     percent = re.search(r"at \S+ % of the step's time", printed)[0]
     assert percent in again.splitlines()[0]
-    assert "planned anew with this limit" in again
+    assert "planned anew, the job may get others" in again
 
 
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
