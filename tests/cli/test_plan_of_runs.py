@@ -50,7 +50,7 @@ def test_the_plans_that_a_run_has_found_are_printed_to_be_pasted(words, layers, 
     found_run(tmp_path)
     verdict, *table, said, rows = prints("plan", "--from", tmp_path, *words).splitlines()
     assert said == "found: it was found"
-    fits = r"(barely )?fits with the rows at \S+ % .*: \S+ MiB reserved of \d\d.0 MiB \(each stage keeps its"
+    fits = r"(barely )?fits with the rows at \S+ % .*: \S+ MiB reserved of \d\d.0 MiB \(each stage"
     needs = "needs .* reserved with the rows at .* of the stage that loses most"
     assert re.match(fits if "--memory-target" in words else needs, verdict)
     config = OffloadConfig(**yaml.safe_load(rows))

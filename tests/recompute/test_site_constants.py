@@ -89,3 +89,27 @@ def test_a_constant_that_nothing_else_has_goes_with_its_backward_though_a_graph_
         layer.own, layer.note = nn.Parameter(torch.ones(WIDTH)), None
     take_steps(net, around(net, "layer"))
     assert Fresh.made.expired()
+
+
+def test_a_part_that_a_call_freezes_for_a_while_is_left_as_it_was():
+    class Freezing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x).tanh()
+            self.last.requires_grad_(False)
+            x = self.last(x).sin()
+            self.last.requires_grad_(True)
+            return x
+
+    layers = nn.ModuleDict({"layers": nn.ModuleList(Freezing() for _ in range(2))})
+    context = around(layers, ["layer"])
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        with context:
+            for layer in layers.layers:
+                x = layer(x)
+        x.sum().backward()
+        assert all(layer.last.weight.requires_grad for layer in layers.layers)
