@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from ctypes import c_uint
 from functools import lru_cache, partial
 from itertools import product
@@ -28,10 +28,13 @@ from torch._C._autograd import (  # type: ignore[attr-defined]  # its stub has n
     _push_saved_tensors_default_hooks,
     _saved_tensors_hooks_is_enabled,
 )
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _pop_mode, _push_mode
 
 from megatron_offload.engine.hooks import device_context, leave_modes
+
+_HERE = nullcontext()
 
 PackHook = Callable[[torch.Tensor], Any]
 
@@ -233,9 +236,13 @@ def _vmap_level() -> int:
     return [*map(call, both)][1]  # in C, so that no interrupt comes in between
 
 
-@contextmanager
-def outside_vmap() -> Iterator[None]:
+def outside_vmap() -> AbstractContextManager[None]:
     """Leave all of vmap, by which a backward may take gradients in batches, of tensors without."""
+    return _outside_vmap() if _vmap_level() or peek_interpreter_stack() else _HERE
+
+
+@contextmanager
+def _outside_vmap() -> Iterator[None]:
     level = _vmap_level()
     for _ in range(level):
         torch._C._vmapmode_decrement_nesting()

@@ -226,10 +226,10 @@ class ModuleState:
                 raise
 
 
-def _set_flags(tensors: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    """Freeze or unfreeze those of which that has changed."""
-    for x, flag in zip(tensors, flags, strict=True):
-        if x.requires_grad is not flag:
+def _set_flags(tensors: Sequence[torch.Tensor], flags: list[bool]) -> None:
+    """Freeze or unfreeze tensors, if any isn't so."""
+    if [*map(_needs_grad, tensors)] != flags:
+        for x, flag in zip(tensors, flags, strict=True):
             x.requires_grad_(flag)
 
 
