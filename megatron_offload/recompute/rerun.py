@@ -28,6 +28,10 @@ class Rerun:
     proves: bool
     runs_on: bool
     """Whether it goes to its end."""
+    num_before: int = 0
+    """How many were saved before the layer with adapters in which it is to end, if it is."""
+    needs_more: bool = False
+    """Whether more is saved behind that."""
     made: list[tuple[torch.Tensor, int, bool] | None] = field(default_factory=list)
     """Until it is read each with its version, and whether autograd could take it as a gradient of
     its own, if nothing else had it; None of a parameter."""

@@ -75,3 +75,145 @@ def test_a_llama_with_adapters_keeps_its_bits(kind, dtype):
     assert_same_bits(expected(dtype), take_steps(model, context))
     context.end_step()
     assert any(group.recomputed_bytes for group in context.last_step.by_name.values())
+
+
+class Mlp(nn.Module):
+    """What has an adapted layer last, and does something with what that returns."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.end = end
+
+    def forward(self, x):
+        return self.end(self.last, self.first(x).tanh())
+
+
+class Layer(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.mlp = Mlp(end)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Layers(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(end) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def caught(layer, x):
+    try:
+        return layer(x).sin()
+    except BaseException:  # noqa: BLE001 - whatever comes
+        return x[..., :8] * 2
+
+
+def in_checkpoint(layer, x):
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+
+def without_grad(layer, x):
+    with torch.no_grad():
+        scale = layer(x)
+    return x[..., :8] * scale
+
+
+def on_host(layer, x):
+    with torch.autograd.graph.save_on_cpu():
+        return layer(x)
+
+
+ENDS = {
+    "last": (1, lambda layer, x: layer(x)),
+    "added to": (1, lambda layer, x: layer(x) + 1),
+    "saved": (2, lambda layer, x: layer(x).sin()),
+    "twice": (4, lambda layer, x: layer(x) + layer(x * 2)),
+    "where": (2, lambda layer, x: torch.where(layer(x) > 0, x[..., :8], x[..., 8:]).exp()),
+    "caught": (2, caught),
+    "checkpoint": (2, in_checkpoint),
+    "no grad": (2, without_grad),
+    "on host": (1, on_host),
+}
+"""By name how often a frozen product of all rows is computed for a layer in a step, and by what."""
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The frozen layers that have computed a product of more than one row."""
+    pytest.importorskip("peft")
+    found, product = [], nn.Linear.forward
+
+    def compute(layer, x):
+        if not layer.weight.requires_grad and x.dim() > 2:
+            found.append(layer)
+        return product(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", compute)
+    return found
+
+
+def run_adapted(products, end, change=None, **settings):
+    """Return losses and gradients of five steps, and how many products the last has computed."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["last"], lora_dropout=0.1, init_lora_weights=False)
+    model = inject_adapter_in_model(config, Layers(end))
+    found, context = [], contextlib.nullcontext()
+    for layer in model.layers:
+        layer.mlp.first.requires_grad_()
+    if settings:
+        config = OffloadConfig(policy="modules", **settings)
+        context = get_act_offloading_ctx_manager(model, config=config, min_offload_size=1)
+    for number in range(5):
+        products.clear()
+        with context:
+            loss = model(torch.randn(2, 3, 8)).square().mean()
+        loss.backward()
+        found += [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if change is not None and number == 2:
+            change(model)
+    return found, len(products)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_frozen_product_of_which_nothing_is_saved_is_not_recomputed(end, products):
+    num_products, function = ENDS[end]
+    expected, _ = run_adapted(products, function)
+    found, num_found = run_adapted(products, function, recompute=["mlp"])
+    assert_same_bits(expected, found)
+    assert num_found == 3 * num_products
+
+
+def _each(change):
+    def change_all(model):
+        for layer in model.layers:
+            change(layer.mlp.last)
+
+    return change_all
+
+
+CHANGES = {
+    "merged": _each(lambda layer: layer.merge()),
+    "disabled": _each(lambda layer: layer.enable_adapters(False)),
+    "trained": _each(lambda layer: layer.base_layer.requires_grad_()),
+    "of a class of its own": _each(
+        lambda layer: setattr(layer, "base_layer", nn.Sequential(layer.base_layer))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_has_no_adapter_in_force_is_recomputed_in_full(change, products):
+    end = ENDS["last"][1]
+    expected, _ = run_adapted(products, end, CHANGES[change])
+    found, _ = run_adapted(products, end, CHANGES[change], recompute=["mlp"])
+    assert_same_bits(expected, found)
