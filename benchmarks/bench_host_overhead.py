@@ -6,19 +6,13 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
     package   with this package
     megatron  with megatron-core's own handler; left out where megatron-core has no such module
 
-``--made 2`` lets two of the four tensors be made from the others in all of them, by one operation
-each, and adds
-
-    recomputed  with this package, which recomputes those in backward in place of offloading them
-
 ``--cold-mib 16`` writes so much of the host's memory before each group, as a job's other work may:
 caches hold nothing of the package then.
 
 ``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
 
 On a CPU copies take no device time, and the streams and events of both are patches that do
-nothing. What is left is the cost of the bookkeeping itself (``--simulated`` runs the package on its
-simulated device, whose streams keep clocks; the handler has nothing like it):
+nothing. What is left is the cost of the bookkeeping itself:
 
     python benchmarks/bench_host_overhead.py --output docs/benchmarks/host_overhead.json
 
@@ -59,7 +53,6 @@ from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.config import OffloadConfig, SimulatedConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.recompute.recipes import recomputable
 
 NUM_ELEMENTS = 256
 
@@ -79,14 +72,14 @@ class SaveFour(torch.autograd.Function):
 
 def program(mode, num_groups, start, context, commit):
     """Take one chunk forward and backward."""
-    device, num_made, others = mode.device, mode.num_made, mode.others
+    device, others = mode.device, mode.others
     x = torch.zeros(1, requires_grad=True, device=device)
     for _ in range(num_groups):
-        tensors = [torch.empty(NUM_ELEMENTS, device=device) for _ in range(4 - num_made)]
+        tensors = [torch.empty(NUM_ELEMENTS, device=device) for _ in range(4)]
         others.add_(1)
         x = start(x)
         with context():
-            x = SaveFour.apply(x, *tensors, *map(mode.make, tensors[:num_made]))
+            x = SaveFour.apply(x, *tensors)
         x = commit(x)
     x.backward()
 
@@ -104,13 +97,11 @@ class NoContext:
 class Alone:
     """Nothing but the program."""
 
-    make = staticmethod(torch.neg)
-    """How a tensor is made of another."""
     others = torch.zeros(0)
     """What is written before each group."""
 
-    def __init__(self, device, num_made):
-        self.device, self.num_made = device, num_made
+    def __init__(self, device):
+        self.device = device
 
     def active(self):
         """Return a context for `run`, outside the time that is measured."""
@@ -183,8 +174,8 @@ class NoDevice(SimulatedBackend):
 class Package(Alone):
     """This package's engine."""
 
-    def __init__(self, device, num_made, is_simulated=False, fraction=1.0):
-        super().__init__(device, num_made)
+    def __init__(self, device, fraction=1.0):
+        super().__init__(device)
         config = OffloadConfig(
             backend="cuda" if device == "cuda" else "simulated",
             simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
@@ -192,8 +183,7 @@ class Package(Alone):
             host_memory_bytes=1 << 30,
             fraction=fraction,
         )
-        has_stand_in = device == "cpu" and not is_simulated
-        backend = NoDevice(config.simulated) if has_stand_in else None
+        backend = NoDevice(config.simulated) if device == "cpu" else None
         self.manager = PipelineOffloadManager(config, backend=backend)
 
     def run(self, num_groups, num_chunks):
@@ -213,18 +203,11 @@ class Package(Alone):
         return self.manager.last_step.offloaded_bytes
 
 
-class Recomputed(Package):
-    """The same with a recipe for each tensor that is made of another."""
-
-    def make(self, x):
-        return recomputable(torch.neg, x, preserve_rng_state=False, manager=self.manager)
-
-
 class Megatron(Alone):
     """Megatron-core's own handler, driven through its own interface."""
 
-    def __init__(self, device, num_made):
-        super().__init__(device, num_made)
+    def __init__(self, device):
+        super().__init__(device)
         self.module = module = import_module(
             "megatron.core.pipeline_parallel.fine_grained_activation_offload"
         )
@@ -322,8 +305,6 @@ def measure(mode, num_groups, num_chunks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--simulated", action="store_true", help="the package on its own device")
-    parser.add_argument("--made", type=int, choices=(0, 1, 2), default=0, help="of four tensors")
     parser.add_argument(
         "--fraction", type=float, default=1.0, help="of the bytes, what is offloaded"
     )
@@ -339,16 +320,10 @@ def main():
         parser.error("--num-groups is a multiple of --num-chunks, and both are at least 1")
     torch.set_num_threads(1)
     Alone.others = torch.zeros(arguments.cold_mib << 20, dtype=torch.uint8)
-    num_made = arguments.made
-    modes = {
-        "none": Alone(device, num_made),
-        "package": Package(device, num_made, arguments.simulated, arguments.fraction),
-    }
-    if num_made:
-        modes["recomputed"] = Recomputed(device, num_made, arguments.simulated)
+    modes = {"none": Alone(device), "package": Package(device, arguments.fraction)}
     version = has_te = None
     try:
-        modes["megatron"] = Megatron(device, num_made)
+        modes["megatron"] = Megatron(device)
         version = import_module("megatron.core").__version__
         has_te = modes["megatron"].has_te
     except (ImportError, AttributeError) as error:
@@ -363,8 +338,7 @@ def main():
                 times[name].append(host_us / num_groups)
                 done[name].append(done_us / num_groups)
     moved = {name: mode.moved_bytes() / num_groups for name, mode in modes.items()}
-    saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4)
-    saved |= {"none": 0, "recomputed": (4 - num_made) * NUM_ELEMENTS * 4}
+    saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4) | {"none": 0}
     saved["package"] *= arguments.fraction
     if any(not 0.8 * saved[name] <= moved[name] <= saved[name] for name in modes):
         raise RuntimeError(f"of {saved} bytes a group moved {moved}: not what was to be measured")
@@ -379,7 +353,6 @@ def main():
         "num_groups": num_groups,
         "num_chunks": num_chunks,
         "saved_tensors_per_group": 4,
-        "made_of_others": num_made,
         "fraction": arguments.fraction,
         "cold_mib": arguments.cold_mib,
         "moved_bytes_per_group": {name: round(value) for name, value in moved.items()},

@@ -1,6 +1,7 @@
-"""This package beside what people use today: one command, one JSON, one table.
+"""This package beside what people use today: one command, one JSON, one table, one picture.
 
     python3 benchmarks/bench_peers.py --shape a --modes none recompute ours-auto --output DIR
+    python3 benchmarks/bench_peers.py --shape lora --length 1900 --modes none checkpoint ours-auto
 
 A mode is one of the names below, and for this package's own any fields of `OffloadConfig` behind a
 colon, such as ``ours-all:max_inflight_bytes=1GiB,prefetch_bytes=2GiB,fraction=0.8``. Values behind
@@ -25,20 +26,33 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
     recompute    full recompute, layer by layer
+    checkpoint   the same by transformers: its gradient checkpointing, which is not reentrant
     recompute-layers:K
-                 of the first K layers of each stage, by Megatron's block method
-    recompute-selective
-                 Megatron's recompute_modules: its norms and its dense MLP, or as in
-                 recompute-selective:modules=core_attn
+                 of the first K layers of each stage, by Megatron's block method or transformers
+    selective:NAME,NAME
+                 Megatron's recompute_modules, its norms and its dense MLP unless named; of a
+                 model of transformers these parts of each layer by torch's checkpoint, or its MLP
+    compile:BUDGET
+                 layers compiled, with torch's budget for what they save, a share of all; other
+                 modes of lora compile them by a setting, as in ours-auto:compile=1.0
 
-A mode that plans takes up to ten steps more at the begin of the warm-up, all of the same
-microbatches; ``--timeout`` has to leave time for them.
+Shape ``lora`` is a Llama of a billion random parameters with adapters (transformers, peft), in
+plain PyTorch. With ``--length`` all steps have so many tokens, and one process takes all modes, one
+after the other. Else each step has a length of its own, drawn from a fourth of ``--seq`` to
+``--seq``, each mode of each round a process, ``ms`` is the mean of the measured steps, and lines
+behind the table compare all steps one by one. Its modes are the five that no GPU of Megatron needs
+(none, trl, save_on_cpu, recompute-layers, selective), checkpoint, compile, and ours-auto, -target,
+-rows, -whole, each around the model's forward.
 
-Each mode runs in processes of its own, which import what they need while the mode before them runs.
-One that fails or takes too long is a row with its reason. Peaks and what the host holds are the
-most of the measured steps; in warm-up nothing is learned yet. R is the drop of the peak against
-``none`` over the most bytes off the device. Each mode begins by measuring what the link to the
-host gives all ranks together.
+A mode that plans takes more steps at the begin of the warm-up, all of the same microbatches;
+``--timeout`` has to leave time for them.
+
+Modes run in processes of their own, which import what they need while the mode before them runs.
+One that fails or takes too long is a row with its reason. ``--rounds`` takes them in turns, and
+medians count. What hasn't begun by ``--limit`` is left out. Peaks and what
+the host holds are the most of the measured steps; in warm-up nothing is learned yet. R is the drop
+of the peak against ``none`` over the most bytes off the device. Each mode of Megatron's begins by
+measuring what the link to the host gives all ranks together.
 
 ``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to
 ``traces/MODE/trace_RANK.json``, for https://ui.perfetto.dev, and the table has its stalls by cause
@@ -49,13 +63,14 @@ others than ``none``.
 process: where steps differ, that tells what rows take. It is the line behind the table.
 ``--whole-step-graph`` captures a step into a CUDA graph, by megatron-core's own wrapper, and
 measures its replays.
-``--device cpu --shape tiny`` runs the same program without a GPU, on the simulated device.
+``--device cpu --shape tiny`` (or ``lora-tiny``) runs the same program without a GPU, on the
+simulated device. The picture needs Altair, and is left out without it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -72,301 +87,124 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import bench_peers_options
+from bench_peers_options import named_modules, num_ranks, options_of_rank
 from bench_peers_table import rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKER = Path(__file__).with_name("bench_peers_worker.py")
-FIVE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-ALL = (
-    *("mlp_fc1", "mlp_act", "mlp_fc2", "**.self_attention.linear_qkv"),
-    *("**.self_attention.core_attention", "**.self_attention.linear_proj"),
-)
-"""All of attention and MLP: what a dense layer computes between its residuals."""
-LAUNCHED = ("qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2")
-"""What `megatron-offload run` names of a dense layer; the run finds rows in it."""
-KINDS = {
-    "none": (),
-    "ours-auto": LAUNCHED,
-    "ours-target": LAUNCHED,
-    "ours-recompute": ALL,
-    "ours-inputs": ("layer_input",),
-    "ours-all": ALL,
-    "ours-five": FIVE,
-    "ours-rows": LAUNCHED,
-    "ours-whole": (),
-    "ours": FIVE,
-    "megatron": FIVE,
-    "te": (),
-    "trl": (),
-    "save_on_cpu": (),
-    "recompute": (),
-    "recompute-layers": (),
-    "recompute-selective": ("layernorm", "mlp"),
+WORKERS = {
+    None: Path(__file__).with_name("bench_peers_worker.py"),
+    "llama": Path(__file__).with_name("bench_peers_lora.py"),
 }
-"""By mode the modules that it offloads, or recomputes, where nothing else is said."""
-SETTINGS = {
-    "ours-auto": ("policy.kind=auto",),
-    "ours-target": ("policy.kind=memory_target",),
-    "ours-recompute": ("policy.kind=modules",),
-    "ours-inputs": ("policy.kind=modules",),
-    "ours-all": ("policy.kind=modules", "recompute=[]"),
-    "ours-five": ("policy.kind=modules", "recompute=[]"),
-    "ours": ("policy.kind=modules",),
-}
-"""By mode the settings that are its own."""
-CHOOSES_MODULES = ("ours", "ours-auto", "ours-target", "megatron", "recompute-selective")
-WHOLE_SETTING = {"ours-rows": "rows", "recompute-layers": "layers"}
-"""By mode what all behind its colon is."""
+"""By kind of model what runs it."""
 SINGLE_STAGE = ("te", "trl")
-WHOLE_MODEL_SETTINGS = ("max_fwd_stash_size", "min_offload_size")
 GRACE_S = 3.0
-SHARE_GPU = "all ranks on one GPU: bits and memory hold, times don't"
-
-_BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "min_elements": 1024 * 1024}
-_BASE |= {"dp": 1, "ep": 1}
-_BASE |= {"normalization": "RMSNorm", "positions": "rope"}
-SHAPES = {
-    "a": {**_BASE, "layers": 6, "hidden": 8192, "seq": 4096, "mbs": 2, "microbatches": 2},
-    "b": {**_BASE, "layers": 16, "hidden": 4096, "seq": 8192, "mbs": 1, "microbatches": 2},
-    "c": {**_BASE, "layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
-    | {"pp": 4, "vpp": 2},
-    # The link is the limit. A token's layer saves some 32 * hidden bytes and takes some
-    # 72 * hidden^2 FLOP: at 50 GB/s each way 2.6 us of copies, at 600 TFLOP/s 0.5 us of compute.
-    # A microbatch saves 16 GiB, which with all else makes about 28 GiB without offload.
-    "d": {**_BASE, "layers": 16, "hidden": 2048, "seq": 4096, "mbs": 4, "microbatches": 2},
-    # Where the host's work is the step: some half a millisecond of it a group, with 480 groups.
-    "small": {**_BASE, "layers": 24, "hidden": 2048, "seq": 2048, "mbs": 2, "microbatches": 4},
-    # Mixture of experts: routing gives their sizes, and the host waits for them.
-    "moe": {**_BASE, "layers": 8, "hidden": 2048, "seq": 4096, "mbs": 2, "microbatches": 8}
-    | {"pp": 2, "vpp": 2, "experts": 32},
-    # Of eight GPUs: (c) twice, and experts that are spread over all.
-    "dense8": {**_BASE, "layers": 16, "hidden": 8192, "seq": 4096, "mbs": 1, "microbatches": 8}
-    | {"pp": 4, "vpp": 2, "dp": 2},
-    "moe8": {**_BASE, "layers": 8, "hidden": 2048, "seq": 4096, "mbs": 2, "microbatches": 4}
-    | {"dp": 8, "ep": 8, "experts": 64},
-    "bitwise": {**_BASE, "layers": 16, "hidden": 1024, "seq": 2048, "mbs": 1, "microbatches": 8}
-    | {"pp": 4, "vpp": 2},
-    "tiny": {"layers": 4, "hidden": 64, "heads": 4, "seq": 32, "mbs": 2, "microbatches": 4}
-    | {"vocabulary": 128, "dtype": "fp32", "pp": 2, "vpp": 2, "dp": 1, "ep": 1, "min_elements": 1}
-    # On a CPU torch's RMSNorm is many operations, which use their input more than once: a group's
-    # boundary in front of it changes the order in which those gradients are summed.
-    | {"normalization": "LayerNorm", "positions": "rope"},
-}
-"""Sizes; a head is 128 wide where a shape doesn't say otherwise."""
-
-SIZES = (
-    *("layers", "hidden", "heads", "seq", "mbs", "microbatches"),
-    *("pp", "vpp", "dp", "ep", "vocabulary", "min_elements"),
-)
 
 
 def parse_arguments(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
-    for size in SIZES:
-        parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="in place of the shape's")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="in place of the shape's")
-    parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), help="likewise")
-    parser.add_argument("--positions", choices=("rope", "none"), help="likewise")
-    parser.add_argument(
-        "--modes", nargs="+", default=["none", "recompute", "megatron", "ours-all", "ours-auto"]
-    )
-    parser.add_argument("--full-recompute", action="store_true", help="in every mode, none too")
-    parser.add_argument(
-        "--whole-step-graph", action="store_true", help="capture the last step of the warm-up"
-    )
-    parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
-    parser.add_argument(
-        "--turns", type=int, default=0, help="fours of more steps, two of each without rows"
-    )
-    parser.add_argument("--repetitions", type=int, default=1, help="odd ones in reverse order")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mode")
-    parser.add_argument("--deterministic", action="store_true", help="kernels; checks bits as well")
-    parser.add_argument("--examine", action="store_true", help="trace one more step of ours")
-    parser.add_argument("--share-gpu", action="store_true", help=SHARE_GPU)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/peers"), help="a folder; runs/peers unless set"
-    )
-    options = parser.parse_args(arguments)
-    if options.steps < 1 or options.warmup < 0 or options.repetitions < 1:
-        parser.error("--steps and --repetitions are at least 1, --warmup at least 0")
-    if options.whole_step_graph and (options.warmup < 2 or options.examine):
-        parser.error("--whole-step-graph takes two steps of warm-up, and looks at no other step")
-    options.deterministic |= options.shape == "bitwise"
-    try:
-        options.sizes = read_sizes(options)
-        options.specs = [read_mode(text, options.modules) for text in options.modes]
-    except ValueError as error:
-        parser.error(str(error))
-    in_stage = options.sizes["layers"] // (options.sizes["pp"] * options.sizes["vpp"])
-    for spec in options.specs:
-        if spec["arguments"].get("layers", 0) > in_stage:
-            parser.error(f"{spec['mode']}: a stage has {in_stage} layers")
-        if options.device == "cpu" and spec["kind"].startswith("ours"):
-            spec["options"].insert(0, "simulated.host_time=true")  # who plans wants times
-        if options.whole_step_graph and spec["kind"].startswith("ours"):
-            spec["options"].insert(0, "whole_step_graph=true")
-    if len(set(options.modes)) != len(options.modes):
-        parser.error("a mode is listed twice")
-    return options
+    return bench_peers_options.parse_arguments(__doc__, arguments)
 
 
-def read_sizes(options):
-    """Return the shape's sizes with what was given in their place."""
-    sizes = dict(SHAPES[options.shape])
-    for name in (*SIZES, "dtype", "normalization", "positions"):
-        if (given := getattr(options, name)) is not None:
-            sizes[name] = given
-    sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
-    sizes["full_recompute"] = options.full_recompute
-    sizes["whole_step_graph"] = options.whole_step_graph
-    check_sizes(sizes)
-    return sizes
+def in_turns(options):
+    """Return lists of modes, each with its round: those of a list share their processes.
+
+    Every second round runs the modes backwards, but none, without which the others tell nothing.
+    """
+    each = []
+    for number in range(options.rounds):
+        specs = options.specs if number % 2 == 0 else options.specs[::-1]
+        each += [(spec, number) for spec in sorted(specs, key=lambda one: one["kind"] != "none")]
+    return [each] if "length" in options.sizes else [[one] for one in each]
 
 
-def check_sizes(sizes):
-    """Raise `ValueError` for what can't run."""
-    if min(sizes[name] for name in SIZES) < 1:
-        raise ValueError("sizes, PP, VPP, DP and EP are at least 1")
-    if sizes["dp"] % sizes["ep"] or sizes.get("experts", sizes["ep"]) % sizes["ep"]:
-        raise ValueError("DP and the number of experts are multiples of EP")
-    if sizes["hidden"] % sizes["heads"]:
-        raise ValueError(f"hidden {sizes['hidden']} is no multiple of {sizes['heads']} heads")
-    stages = sizes["pp"] * sizes["vpp"]
-    if sizes["layers"] % stages:
-        raise ValueError(f"{sizes['layers']} layers don't divide into {stages} stages")
-    if sizes["vpp"] > 1 and (sizes["pp"] == 1 or sizes["microbatches"] % sizes["pp"]):
-        raise ValueError("VPP above 1 needs PP above 1, and microbatches divisible by PP")
-
-
-def num_ranks(options):
-    """Return how many processes a mode has, each with a GPU."""
-    return options.sizes["pp"] * options.sizes["dp"]
-
-
-def read_mode(text, modules=None):
-    """Read ``kind`` or ``kind:key=value,key=value`` into a plain description."""
-    kind, _, rest = text.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"unknown mode {kind!r}; there are {', '.join(KINDS)}")
-    items = [item for item in rest.split(",") if item]
-    if kind in WHOLE_SETTING:
-        items = [f"{WHOLE_SETTING[kind]}={rest}"]
-    if any("=" not in item for item in items):
-        raise ValueError(f"{text!r}: settings are key=value, separated by commas")
-    chosen = list(modules if modules and KINDS[kind] == FIVE else KINDS[kind])
-    options, arguments = list(SETTINGS.get(kind, ())), {}
-    te_v1 = "1" if kind == "megatron" else "0"
-    for item in items:
-        key, _, value = item.partition("=")
-        if key == "modules" and kind in CHOOSES_MODULES:
-            chosen = value.split("+")
-        elif key == "te_v1" and kind == "megatron" and value in ("0", "1"):
-            te_v1 = value
-        elif key == "layers" and kind == "recompute-layers" and re.fullmatch("[1-9][0-9]*", value):
-            arguments[key] = int(value)
-        elif kind == "ours-rows" and value.strip():
-            options.append(f"rows=[{value}]")
-        elif key in WHOLE_MODEL_SETTINGS and kind == "ours-whole" and value.isdigit():
-            arguments[key] = int(value)
-        elif key == "recompute" and kind.startswith("ours"):
-            options.append(f"recompute=[{', '.join(filter(None, value.split('+')))}]")
-        elif key != "modules" and kind.startswith("ours"):
-            options.append(item)
-        else:
-            raise ValueError(f"mode {kind!r} takes no {key}={value}")
-    return {
-        "mode": text,
-        "kind": kind,
-        "options": options,
-        "arguments": arguments,
-        "modules": chosen,
-        "te_v1": te_v1,
-    }
-
-
-def options_of_rank(options, rank):
-    """Return the settings of a rank: of ``key=one|two|three`` its own, or the last."""
-    chosen = []
-    for option in options:
-        key, _, values = option.partition("=")
-        several = values.split("|")
-        chosen.append(f"{key}={several[min(rank, len(several) - 1)]}")
-    return chosen
-
-
-def named_modules(spec):
-    """Return the modules of a mode as a setting of its configuration; rows stand in their place."""
-    return {} if spec.get("kind") == "ours-rows" else {"modules": spec["modules"]}
-
-
-def order_of(specs, repetition):
-    """Alternate: every second repetition runs the modes backwards."""
-    return list(specs) if repetition % 2 == 0 else list(reversed(specs))
+def left_out(options, spec):
+    """Return why a mode can't run here; None where it can."""
+    if spec["kind"] in SINGLE_STAGE and options.sizes["pp"] > 1:
+        return "knows no pipeline parallelism"
+    if spec["kind"] == "trl" and importlib.util.find_spec("trl") is None:
+        return "not installed"
+    return None
 
 
 class ModeRun:
-    """One mode in processes of its own, which import what they need and wait until `finish`."""
+    """Modes in processes of their own, which import what they need and wait for each turn.
 
-    def __init__(self, options, spec, repetition):
-        self._options, self._spec = options, spec
-        self._record = {"mode": spec["mode"], "repetition": repetition, "status": "ok"}
-        words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
-        self._label = f"{options.modes.index(spec['mode'])}_{words}.{repetition}"
+    Args:
+        todo: modes, each with its round, that run one after the other in the same processes.
+        ends_at: when all of them end at last, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, options, todo, ends_at=math.inf):
+        self._options, self._todo, self._ends_at = options, todo, ends_at
         self._folder = tempfile.TemporaryDirectory()
-        self._ranks = None
-        if spec["kind"] in SINGLE_STAGE and options.sizes["pp"] > 1:
-            return
         logs = options.output / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = Path(self._folder.name) / "spec.json"
-        whole = {**options.sizes, **spec, "results": self._folder.name}
+        whole = {**options.sizes, "results": self._folder.name, "timeout_s": options.timeout}
         for name in ("device", "steps", "warmup", "seed", "deterministic", "examine", "turns"):
             whole[name] = getattr(options, name)
-        path.write_text(json.dumps(whole | {"timeout_s": options.timeout}))
-        self._logs = [logs / f"{self._label}.rank{rank}.log" for rank in range(num_ranks(options))]
+        path.write_text(json.dumps(whole | {"modes": [spec for spec, _ in todo]}))
+        label = self._label(*todo[0])
+        self._logs = [logs / f"{label}.rank{rank}.log" for rank in range(num_ranks(options))]
+        worker = WORKERS[options.sizes.get("model")]
         self._ranks = Ranks(
-            [sys.executable, str(WORKER), str(path)],
-            worker_environment(options, spec),
+            [sys.executable, str(worker), str(path)],
+            worker_environment(options, todo[0][0]),
             self._logs,
             share_gpu=options.share_gpu,
         )
 
-    def finish(self):
-        """Run the mode; return its record, whatever happened."""
-        if self._ranks is None:
-            return self._record | {"status": "left out", "error": "knows no pipeline parallelism"}
-        with self._folder as folder:
-            started = time.monotonic()
-            folder = Path(folder)
-            status, rank = self._ranks.run(
-                self._options.timeout,
-                is_done=lambda: len(list(folder.glob("done*"))) == len(self._logs),
-            )
-            record = self._record | {"status": status, "seconds": time.monotonic() - started}
-            if status == "ok":
-                return record | {"error": None, "ranks": self._collect(folder)}
-            error = f"after {self._options.timeout:g} s"
-            if rank is not None:
-                file = folder / f"rank{rank}.json"
-                reason = json.loads(file.read_text()).get("error") if file.exists() else None
-                error = f"rank {rank}: {reason or last_line(self._logs[rank])}"
-            return record | {"error": error}
+    def _label(self, spec, number):
+        words = re.sub(r"[^\w.=-]+", "_", spec["mode"])[:80]  # file names have an end
+        return f"{self._options.modes.index(spec['mode'])}_{words}.{number}"
 
-    def _collect(self, folder):
+    def finish(self):
+        """Run the modes; yield a record of each, whatever happened.
+
+        Where one fails, those behind it run in new processes.
+        """
+        with self._folder as folder:
+            for place, (spec, number) in enumerate(self._todo, 1):
+                if time.monotonic() >= self._ends_at:
+                    self._ranks.end()
+                    return
+                record = {"mode": spec["mode"], "repetition": number}
+                record |= self._take(Path(folder), self._label(spec, number))
+                yield record
+                if record["status"] != "ok":
+                    rest = [one for one in self._todo[place:] if one[0] is not spec]
+                    if rest and time.monotonic() < self._ends_at:
+                        yield from ModeRun(self._options, rest, self._ends_at).finish()
+                    return
+
+    def _take(self, folder, label):
+        started = time.monotonic()
+        limit_s = min(self._options.timeout, self._ends_at - started)
+        status, rank = self._ranks.run(
+            limit_s, is_done=lambda: len(list(folder.glob("done*"))) == len(self._logs)
+        )
+        result = {"status": status, "seconds": time.monotonic() - started}
+        if status == "ok":
+            return result | {"error": None, "ranks": self._collect(folder, label)}
+        error = f"after {limit_s:.3g} s"
+        if rank is not None:
+            file = folder / f"rank{rank}.json"
+            reason = json.loads(file.read_text()).get("error") if file.exists() else None
+            error = f"rank {rank}: {reason or last_line(self._logs[rank])}"
+        return result | {"error": error}
+
+    def _collect(self, folder, label):
         """Keep what the ranks have left beside their numbers, which are returned."""
-        output = self._options.output
         for kind in ("trace", "plan"):
             if files := sorted(folder.glob(f"{kind}*.json")):
-                keep(files, output / f"{kind}s" / self._label)
-        files = (folder / f"rank{rank}.json" for rank in range(num_ranks(self._options)))
-        return [json.loads(file.read_text()) for file in files]
+                keep(files, self._options.output / f"{kind}s" / label)
+        files = [folder / f"rank{rank}.json" for rank in range(len(self._logs))]
+        found = [json.loads(file.read_text()) for file in files]
+        for file in folder.glob("done*"):
+            file.unlink()
+        for file in files:
+            file.unlink()
+        return found
 
 
 def keep(paths, folder):
@@ -445,7 +283,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, timeout_s=math.inf, *, is_done=lambda: False):
-        """Let all go; return ("ok" | "failed" | "timed out", the rank that failed first).
+        """Let all go once; return ("ok" | "failed" | "timed out", the rank that failed first).
 
         Ranks that are done with their work may still be ending: the driver takes ten seconds for
         a process that had a GPU.
@@ -453,8 +291,9 @@ class Ranks:
         deadline, result = time.monotonic() + timeout_s, ("timed out", None)
         try:
             for process in self._processes:
-                with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-                    stdin.write(b"go\n")
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(b"go\n")
+                    process.stdin.flush()
             while time.monotonic() < deadline:
                 codes = [process.poll() for process in self._processes]
                 failed = [rank for rank, code in enumerate(codes) if code]
@@ -467,16 +306,22 @@ class Ranks:
                 time.sleep(0.1)
             return result
         finally:
-            for process in self._processes if result[0] != "ok" else ():
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            if result[0] != "ok":
+                self.end()
+
+    def end(self):
+        """End all at once."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def main():
     options = parse_arguments()
     options.output.mkdir(parents=True, exist_ok=True)
     check_settings(options)
+    ends_at = time.monotonic() + options.limit
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
@@ -492,18 +337,38 @@ def main():
         },
         "runs": [],
     }
-    todo = [(spec, n) for n in range(options.repetitions) for spec in order_of(options.specs, n)]
-    waiting = ModeRun(options, *todo[0])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    reasons = {spec["mode"]: left_out(options, spec) for spec in options.specs}
+    options.specs = [spec for spec in options.specs if reasons[spec["mode"]] is None]
+    todo = in_turns(options)
+    waiting = ModeRun(options, todo[0], ends_at)
     for following in [*todo[1:], None]:
-        run, waiting = waiting, following and ModeRun(options, *following)
-        report["runs"].append(record := run.finish())
-        took = f"{record.get('seconds', 0):.0f} s"
-        print(f"{record['mode']}: {record['error'] or record['status']}, {took}", flush=True)
-        save(report, options.output)
+        run, waiting = waiting, following and ModeRun(options, following, ends_at)
+        for record in run.finish():
+            report["runs"].append(record)
+            took = f"{record.get('seconds', 0):.0f} s"
+            print(f"{record['mode']}: {record['error'] or record['status']}, {took}", flush=True)
+            save(report, options.output)
+    for mode in set(options.modes) - {run["mode"] for run in report["runs"]}:
+        error = reasons[mode] or "no time left"
+        record = {"mode": mode, "repetition": 0, "status": "left out", "error": error}
+        report["runs"].append(record)
+    save(report, options.output)
     print((options.output / "bench_peers.txt").read_text())
+    draw(options.output / "bench_peers.json")
     others = [run["mode"] for run in report["rows"] if run.get("bitwise") is False]
     if options.deterministic and any(mode.startswith("ours") for mode in others):
         sys.exit(f"other bits than without offload: {', '.join(dict.fromkeys(others))}")
+
+
+def draw(path):
+    """Draw what a file has beside it, where there is Altair."""
+    try:
+        from draw_memory_against_time import picture
+
+        picture([path]).save(path.with_suffix(".svg"))
+    except Exception as error:  # noqa: BLE001 - it can be drawn of the file later
+        print(f"no picture: {error}")
 
 
 def check_settings(options):

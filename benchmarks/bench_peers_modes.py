@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_peers import named_modules, options_of_rank
+from bench_peers_options import named_modules, options_of_rank
 
+MOST_STEPS = 200
+"""Of a search; what it hasn't found by then isn't waited for."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -60,6 +62,9 @@ class Mode:
     def follow(self, *, is_on):
         """Take the next step with the rows that are followed, or without."""
 
+    def detach(self):
+        """Leave the model as it was built."""
+
     @contextlib.contextmanager
     def examined(self, rank):
         """Look closely at one more step, at a cost that the measured ones don't pay."""
@@ -91,7 +96,7 @@ class RecomputeLayers(Nothing):
         return FULL | {"recompute_method": "block", "recompute_num_layers": number}
 
 
-class RecomputeSelective(Nothing):
+class Selective(Nothing):
     def transformer_options(self):
         modules = list(self.spec["modules"])
         return {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -148,17 +153,21 @@ class Ours(Marked):
 
     def take_step(self, step):
         """Take as many steps as the search for rows needs, of the same microbatches."""
-        taken, search = [step()], self.manager.tuner
-        while search is not None and any_rank(not search.is_converged):
-            taken.append(step())
-        if len(taken) > 1:
-            self.planning = {"planning_steps_ms": [found[0] for found in taken]}
-            self.planning["result"] = search.said
-            print(f"converged after {len(taken)} steps: {search.said}")
-            search.save(self.spec["results"])
+        taken = self.plan(step)
         if self.spec["deterministic"] and len({found[1:] for found in taken}) > 1:
             raise RuntimeError(f"steps of planning differ in loss or gradients: {taken}")
         return taken[0]
+
+    def plan(self, step):
+        """Take a step, and more until the search for rows ends; return what each of them gave."""
+        taken, search = [step()], self.manager.tuner
+        while search is not None and any_rank(not search.is_converged) and len(taken) < MOST_STEPS:
+            taken.append(step())
+        if len(taken) > 1:
+            self.planning = {"planning_steps_ms": [found[0] for found in taken]}
+            print(f"planned for {len(taken)} steps: {search.said}")
+            search.save(self.spec["results"])
+        return taken
 
     def follow(self, *, is_on):
         manager = self.manager
@@ -211,6 +220,7 @@ class Ours(Marked):
             "num_groups": stats.num_groups,
             "max_inflight_bytes": self.manager.budget.max_inflight_bytes,
             "prefetch_bytes": self.manager.budget.prefetch_bytes,
+            "result": getattr(self.manager.tuner, "said", ""),
             **self.planning,
         }
 
@@ -366,12 +376,14 @@ MODES = {
     "save_on_cpu": SaveOnCpu,
     "recompute": Recompute,
     "recompute-layers": RecomputeLayers,
-    "recompute-selective": RecomputeSelective,
+    "selective": Selective,
 }
 
 
 def any_rank(flag):
     """Return whether it is so on any rank."""
+    if not dist.is_initialized():
+        return flag
     flags = [None] * dist.get_world_size()
     dist.all_gather_object(flags, flag)
     return any(flags)

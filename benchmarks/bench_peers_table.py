@@ -142,6 +142,10 @@ def table(report):
         ]
     turns = list(filter(None, map(_turns_of, report["runs"])))
     text += ["", *turns] if turns else []
+    drawn = "model" in report["sizes"] and "length" not in report["sizes"]
+    text += ["", *_step_by_step(report["runs"], report["warmup"])] if drawn else []
+    said = list(filter(None, map(_plan_of, report["runs"])))
+    text += ["", *said] if said else []
     failed = {row["mode"]: row["failures"] for row in report["rows"] if row["failures"]}
     text += [""] if failed else []
     text += [f"{mode}: {failure}" for mode, found in failed.items() for failure in found]
@@ -198,6 +202,39 @@ def _turns_of(run):
         f"{run['mode']}, {len(slowest)} steps by turns: {bare_ms:.1f} ms without rows, with them "
         f"{statistics.mean(points):+.2f} % (standard error {error:.2f})"
     )
+
+
+def _step_by_step(runs, warmup):
+    """Compare steps of lengths that were drawn: of each step the median over the rounds counts."""
+    times = {}
+    for run in runs:
+        if run["status"] == "ok":
+            times.setdefault(run["mode"], []).append(run["ranks"][0]["steps_ms"])
+    medians = {
+        mode: list(map(statistics.median, zip(*each, strict=True))) for mode, each in times.items()
+    }
+    none = medians.pop("none", None)
+    for mode, on in medians.items() if none else ():
+        ratios = [a / b for a, b in zip(on, none, strict=True)]
+        behind = range(min(20, len(on) - 1), len(on))
+        worst = max(behind, key=ratios.__getitem__)
+        yield (
+            f"{mode}, step by step: all {len(on)} {sum(on) / sum(none):.3f} times as long, the "
+            f"measured {sum(on[warmup:]) / sum(none[warmup:]):.3f}; the slowest behind the 20th "
+            f"{ratios[worst]:.2f} (step {worst}); single runs "
+            + " ".join(f"{sum(one) / sum(none):.3f}" for one in times[mode])
+        )
+
+
+def _plan_of(run):
+    """Say what a run has found, and how long it looked."""
+    entry = next(iter(run.get("ranks", ())), {})
+    if not entry.get("result"):
+        return None
+    steps = entry.get("planning_steps_ms", ())
+    took = statistics.mean(steps) / entry["step_ms"] if steps else 0.0
+    looked = f" by {len(steps)} steps of {took:.2f} times its own" if steps else ""
+    return f"{run['mode']}, round {run['repetition']}, found{looked}: {entry['result']}"
 
 
 def _gib(num_bytes):

@@ -5,37 +5,26 @@
 `bench_peers.py` starts it once per rank, with the rank in the environment. It imports what it needs
 and waits for a line before it takes the device, so that the mode before it may still run. What
 differs between the modes is one class each, in `bench_peers_modes.py`; the model, the data and the
-steps know nothing of it. A failure is written to the rank's file as well, and ends the process at
-once, so that no rank waits for another.
+steps know nothing of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import functools
-import gc
 import importlib
-import importlib.metadata
-import json
-import logging
 import os
-import platform
 import statistics
 import sys
 import time
-import traceback
-import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_peers_modes import FULL, MODES, torch_pinned_bytes
+from bench_peers_measure import numbers_of, work
+from bench_peers_modes import FULL, MODES
 
 from megatron_offload.backends import cuda
-from megatron_offload.files.text import replace_text
 from megatron_offload.machine.bandwidth import BLOCK_BYTES, Link, median_rates
 from megatron_offload.train.data import digest
 
@@ -161,6 +150,10 @@ class Program:
         # Each replica has data of its own.
         self.first_seed = spec["seed"] + 1_000_000 * parallel_state.get_data_parallel_rank()
         self.positions = torch.arange(spec["seq"], device=device).expand(spec["mbs"], -1)
+
+    def average(self, times_ms):
+        """Return what counts of the measured steps' times."""
+        return statistics.median(times_ms)
 
     def capture_next(self):
         """Capture the step that comes next, where steps are captured."""
@@ -289,9 +282,13 @@ def prepared_megatron(*, on_gpu, is_deterministic):
             vars(moe_utils).setdefault("te_general_gemm", None)
             stack.enter_context(megatron_cpu.cpu_bridges())
         elif is_deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            use_deterministic_kernels()
         yield
+
+
+def use_deterministic_kernels():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def run(spec, rank):
@@ -317,128 +314,17 @@ def run(spec, rank):
         torch.manual_seed(spec["seed"] + pp_rank)
         graphed = {"use_cudagraphable_rng": True} if spec.get("whole_step_graph") else {}
         model_parallel_cuda_manual_seed(spec["seed"] + pp_rank, force_reset_rng=True, **graphed)
-        mode = MODES[spec["kind"]]({**spec, "rank": rank})
+        mode = MODES[spec["kind"]](spec)
         mode.prepare()
         chunks = build_chunks(spec, mode, device)
         mode.attach(chunks, pp_rank)
         program = Program(spec, mode, chunks, device)
-        gc.collect()
-        program.synchronize()
-        setup_s = time.perf_counter() - started
-        steps, peaks, first_peaks = measure(spec, program, on_gpu)
-        steps_s = time.perf_counter() - started - setup_s
-        times = [step[0] for step in steps[spec["warmup"] :]]
-        measured = mode.report()  # before the examination, whose step is none of the measured
-        if spec["examine"]:
-            with mode.examined(rank):
-                program.step(len(steps))
-        turns_ms = take_turns(spec, program) if spec["kind"] in ("ours-auto", "ours-rows") else []
-        result = {
-            "rank": rank,
-            "step_ms": statistics.median(times),
-            "steps_ms": [step[0] for step in steps],
-            "turns_ms": turns_ms,
-            "losses": [step[1] for step in steps],
-            "gradient_hashes": [step[2] for step in steps],
-            "peak_allocated_bytes": peaks[0],
-            "peak_reserved_bytes": peaks[1],
-            "overall_peak_allocated_bytes": first_peaks[0],
-            "overall_peak_reserved_bytes": first_peaks[1],
-            "torch_pinned_bytes": torch_pinned_bytes(),
-            "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
-            "link_gbps": link_gbps,
-            "link_s": link_s,
-            "setup_s": setup_s,
-            "steps_s": steps_s,
-            "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
-            "versions": versions(),
-            **measured,
-            **mode.examination,
-        }
+        result = {"parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters())}
+        result |= {"link_gbps": link_gbps, "link_s": link_s}
+        result |= numbers_of(spec, program, started)
         dist.barrier()
     return result
 
 
-def measure(spec, program, on_gpu):
-    """Take all steps; return them, the peaks after warm-up, and the peaks of all steps."""
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    steps = []
-    before = (0, 0)
-    for number in range(spec["warmup"] + spec["steps"]):
-        if number == spec["warmup"]:
-            if not spec.get("whole_step_graph"):  # whose replays count nothing
-                program.mode.begin_measured()
-            if on_gpu:
-                before = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-                torch.cuda.reset_peak_memory_stats()
-        if number == spec["warmup"] - 1:
-            program.capture_next()
-        take = functools.partial(program.step, number)
-        steps.append(program.mode.take_step(take) if number < spec["warmup"] else take())
-    if not on_gpu:
-        return steps, (None, None), (None, None)
-    peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-    return steps, peaks, (max(before[0], peaks[0]), max(before[1], peaks[1]))
-
-
-def take_turns(spec, program):
-    """Return the times of more steps: of each four the second and third are without rows."""
-    times_ms = []
-    for number in range(4 * spec["turns"]):
-        program.mode.follow(is_on=number % 4 in (0, 3))
-        times_ms.append(program.timed_step(number)[0])
-    return times_ms
-
-
-def versions():
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("megatron-core", "transformer-engine", "trl"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    core = sys.modules.get("megatron.core")
-    if core is not None and hasattr(core, "__version__"):
-        found["megatron-core"] = core.__version__.partition("+")[0]
-    return found
-
-
-def main():
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(os.environ["RANK"])
-    logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
-    logging.getLogger("megatron_offload").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    load_megatron()
-    if not sys.stdin.readline():  # the process that started this one is gone
-        return
-    # A hang leaves in the log where it was.
-    faulthandler.dump_traceback_later(max(1.0, spec["timeout_s"] - 5))
-    result_path = Path(spec["results"]) / f"rank{rank}.json"
-    try:
-        result = run(spec, rank)
-    except BaseException as error:  # noqa: BLE001 - every failure is a row of the table
-        traceback.print_exc()
-        write(result_path, {"rank": rank, "error": reason_of(error)})
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Leaving the communicators to their destructors could wait for ranks that wait for this.
-        os._exit(1)
-    write(result_path, result)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    result_path.with_name(f"done{rank}").touch()
-    os._exit(0)  # the kernel takes memory back sooner than destructors give it
-
-
-def reason_of(exception):
-    text = (str(exception).strip() or "no message").splitlines()[0]
-    return f"{type(exception).__name__}: {text}"
-
-
-def write(path, data):
-    replace_text(path, json.dumps(data))
-
-
 if __name__ == "__main__":
-    main()
+    work(load_megatron, run)

@@ -1,111 +1,206 @@
-"""Draw memory against step time, as `bench_peers.py` has measured it on one GPU and on two.
+"""Draw memory against step time, as `bench_peers.py` has measured it: all modes of a run.
 
-    python benchmarks/draw_memory_against_time.py
+    python benchmarks/draw_memory_against_time.py RUN.json [RUN.json ...] --output PICTURE.svg
 
-Reads files of docs/benchmarks, writes docs/images/memory_against_time.svg and two_gpus.svg. Each
-file is one run of the script on one machine, whose times are against its own without offload; its
-command and its date stand below. Of several ranks the one counts that reserves most.
+Runs of one shape and size are one column, of which those before count where several have a mode;
+times are against each run's own without offload. Of several ranks the one counts that reserves
+most. Each column has allocated memory above reserved. A line joins this package's targets.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import altair
 
-ROOT = Path(__file__).parent.parent
 GIB = 2**30
-ONE_GPU = (["h200/made_again_a_15"], ["h200/made_again_b_8"])
-BELOW = ("none", "ours-auto")
-"""Modes whose names stand under their points."""
-TWO_GPUS = ["h100/two_gpus", "h100/two_gpus_targets"]
-PACKAGE, MEGATRON, NEITHER = "this package", "Megatron's own", "no offload"
+WIDTH, HEIGHT, FONT = 480, 300, 12
 # Okabe and Ito's colours; shapes and names tell them apart as well.
-COLORS = {PACKAGE: "#0072b2", MEGATRON: "#d55e00", NEITHER: "#444444"}
-SHAPES = {PACKAGE: "circle", MEGATRON: "square", NEITHER: "triangle-up"}
-MODES = {
-    "none": ("no offload", NEITHER),
-    "megatron": ("Megatron's own offload", MEGATRON),
-    "recompute": ("full recompute", MEGATRON),
-    "recompute-selective": ("Megatron's selective recompute", MEGATRON),
-    "ours-auto": ("this package, auto", PACKAGE),
-    "ours-target": ("this package, five targets", PACKAGE),
+STYLES = {
+    "this package": ("#0072b2", "circle"),
+    "others": ("#d55e00", "square"),
+    "no offload": ("#444444", "triangle-up"),
 }
-"""What is drawn; settings by hand stand in the tables beside the files."""
+NAMES = {
+    "none": "no offload",
+    "megatron": "Megatron's offload",
+    "te": "TransformerEngine's offload",
+    "trl": "TRL's offload",
+    "recompute": "full recompute",
+    "checkpoint": "checkpointing",
+    "recompute-layers": "{} layers recomputed",
+    "recompute-selective": "selective recompute",
+    "selective": "selective {}",
+    "compile": "compiled, {}",
+    "ours-auto": "auto",
+    "ours-target": "{}",
+    "ours-rows": "rows",
+    "ours-recompute": "by hand",
+}
+"""What a mode is called, with what stands behind its colon; others by themselves."""
+SIZES = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
 
 
-def points_of(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def name_of(mode: str) -> str:
+    """Return a short name of a mode with its settings."""
+    kind, _, rest = mode.partition(":")
+    if kind == "ours-rows":
+        return "rows: " + " + ".join(_row_in_short(row) for row in rest.split("}") if "site" in row)
+    if kind in ("ours-auto", "ours-target"):
+        rest = " ".join(one.partition("=")[2] for one in rest.split(","))
+        return f"auto {rest} %" if rest and kind == "ours-auto" else rest or "auto"
+    return NAMES.get(kind, mode).format(rest).strip()
+
+
+def _row_in_short(row: str) -> str:
+    words = dict(part.strip(" ,{").partition(": ")[::2] for part in row.split(",") if ":" in part)
+    said = f"{words.get('offload', '')} of " if words.get("offload", "").isdigit() else ""
+    return f"{said}{words['site']}{' again' if 'recompute' in words else ''}"
+
+
+def points_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what is drawn of one run, by mode."""
     most: dict[str, dict[str, Any]] = {}
-    for row in data["rows"]:
-        if "rank" in row:
+    for row in report["rows"]:
+        if "rank" in row and row["ratio"] is not None and row["peak_reserved_bytes"]:
             other = most.setdefault(row["mode"], row)
             most[row["mode"]] = max(row, other, key=lambda one: one["peak_reserved_bytes"])
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in most.items():
-        mode = name.partition(":")[0]
-        if mode in MODES:
-            _, kind = MODES[mode]
-            point = {"GiB": row["peak_reserved_bytes"] / GIB, "percent": 100 * row["ratio"]}
-            found.setdefault(mode, []).append({**point, "kind": kind, "label": ""})
-    for mode, many in found.items():
-        many[len(many) // 3]["label"] = MODES[mode][0]
+    points = {}
+    for mode, row in most.items():
+        is_ours = mode.startswith("ours")
+        kind = "this package" if is_ours else "no offload" if mode == "none" else "others"
+        points[mode] = {name: row[key] / GIB for key, name in SIZES.items()}
+        points[mode] |= {"percent": 100 * (row["ratio"] - 1), "kind": kind, "name": name_of(mode)}
+        points[mode] |= {"is_target": mode.startswith("ours-target")}
+    return points
+
+
+def domain(values: list[float], share: float) -> list[float]:
+    """Return an axis with room around what is drawn."""
+    room = share * (max(values) - min(values)) or 1.0
+    return [min(values) - room, max(values) + room]
+
+
+def placed(points: list[dict[str, Any]], x: list[float], y: list[float]) -> list[dict[str, Any]]:
+    """Return names with their places in pixels: beside their marks, and on no other where they can.
+
+    Each point has ``x`` and ``percent``; ``x`` and ``y`` are the axes.
+    """
+    centers = [
+        (
+            WIDTH * (point["x"] - x[0]) / (x[1] - x[0]),
+            HEIGHT * (y[1] - point["percent"]) / (y[1] - y[0]),
+        )
+        for point in points
+    ]
+    taken = [(a - 7, b - 7, a + 7, b + 7) for a, b in centers]
+    found = []
+    for point, (a, b) in zip(points, centers, strict=True):
+        width = 0.56 * FONT * len(point["name"])
+        places = [
+            (left, top)
+            for far in (0, FONT, 2 * FONT, 3 * FONT)
+            for left, top in (
+                *((a + 10, b - 7 - far), (a + 10, b - 7 + far)),
+                *((a - width / 2, b - 22 - far), (a - width / 2, b + 9 + far)),
+                *((a - width - 10, b - 7 - far), (a - width - 10, b - 7 + far)),
+            )
+        ]
+
+        def badness(place: tuple[float, float], width: float = width) -> float:
+            left, top = place
+            right, bottom = left + width, top + FONT + 2
+            hidden = sum(
+                max(0.0, min(right, x2) - max(left, x1)) * max(0.0, min(bottom, y2) - max(top, y1))
+                for x1, y1, x2, y2 in taken
+            )
+            outside = max(0, -left) + max(0, right - WIDTH) + max(0, -top) + max(0, bottom - HEIGHT)
+            return hidden + 100 * outside
+
+        left, top = min(places, key=badness)  # of equals the first, which is the nearest
+        taken.append((left, top, left + width, top + FONT + 2))
+        found.append({"name": point["name"], "x": left, "y": top + FONT / 2 + 1})
     return found
 
 
-def panel(files: list[str]) -> altair.LayerChart:
-    """Return the chart of runs of one shape; what several have is the first one's."""
-    folder = ROOT / "docs" / "benchmarks"
-    runs = [json.loads((folder / f"{name}.json").read_text()) for name in files]
-    drawn: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        drawn = points_of(run) | drawn
-    rows = [point for points in drawn.values() for point in points]
-    data, sizes = runs[0], runs[0]["sizes"]
-    points = altair.Chart({"values": rows}, width=400, height=300).encode(
-        x=altair.X(
-            "GiB:Q", title="reserved memory (GiB)", scale=altair.Scale(domain=[13, 38], nice=False)
-        ),
+def panel(points: list[dict[str, Any]], size: str) -> altair.LayerChart:
+    """Return the chart of one kind of memory."""
+    rows = [{**point, "x": point[size]} for point in points]
+    x, y = domain([row["x"] for row in rows], 0.1), domain([row["percent"] for row in rows], 0.12)
+    base = altair.Chart({"values": rows}, width=WIDTH, height=HEIGHT).encode(
+        x=altair.X("x:Q", title=f"{size} (GiB)", scale=altair.Scale(domain=x, nice=False)),
         y=altair.Y(
-            "percent:Q", title="step time (%)", scale=altair.Scale(domain=[96, 138], nice=False)
+            "percent:Q", title="added to a step (%)", scale=altair.Scale(domain=y, nice=False)
         ),
-        color=altair.Color(
-            "kind:N", scale=altair.Scale(domain=list(COLORS), range=list(COLORS.values()))
-        ).legend(None),
     )
-    marks = points.mark_point(size=110, filled=True, opacity=1).encode(
-        shape=altair.Shape(
-            "kind:N", scale=altair.Scale(domain=list(SHAPES), range=list(SHAPES.values()))
-        ).legend(None)
+    colors, shapes = zip(*STYLES.values(), strict=True)
+    marks = base.mark_point(size=100, filled=True, opacity=1).encode(
+        color=altair.Color("kind:N", scale=altair.Scale(domain=[*STYLES], range=colors)).legend(
+            None
+        ),
+        shape=altair.Shape("kind:N", scale=altair.Scale(domain=[*STYLES], range=shapes)).legend(
+            None
+        ),
     )
-    is_below = f"indexof({json.dumps([MODES[mode][0] for mode in BELOW])}, datum.label) >= 0"
-    names = [
-        points.transform_filter(f"datum.label && !({is_below})").mark_text(dy=-14),
-        points.transform_filter(is_below).mark_text(dy=16),
-    ]
-    title = f"{sizes['layers']} layers, hidden {sizes['hidden']}, {sizes['microbatches']} "
-    title += f"microbatches of {sizes['mbs']} x {sizes['seq']}"
+    line = base.transform_filter("datum.is_target").mark_line(color="#0072b2", opacity=0.5)
+    texts = altair.Chart({"values": placed(rows, x, y)}).mark_text(align="left", fontSize=FONT)
+    texts = texts.encode(
+        x=altair.X("x:Q", scale=altair.Scale(domain=[0, WIDTH]), axis=None),
+        y=altair.Y("y:Q", scale=altair.Scale(domain=[HEIGHT, 0]), axis=None),
+        text="name:N",
+    )
+    both = altair.layer(line, marks)
+    return altair.layer(both, texts).resolve_scale(x="independent", y="independent")
+
+
+def column(reports: list[dict[str, Any]]) -> altair.VConcatChart:
+    """Return what is drawn of runs of one shape."""
+    drawn: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        drawn = points_of(report) | drawn
+    if not drawn:
+        raise ValueError("no mode's memory was measured beside no offload")
+    first, sizes, points = reports[0], reports[0]["sizes"], [*drawn.values()]
+    tokens = f"{sizes['mbs']} x {sizes.get('length', sizes['seq'])} tokens"
+    if "model" in sizes and "length" not in sizes:
+        tokens = f"{sizes['mbs']} x {sizes['seq'] // 4} to {sizes['seq']} tokens"
+    title = (
+        f"{sizes['layers']} layers, hidden {sizes['hidden']}, {sizes['microbatches']} x {tokens}"
+    )
     if sizes["pp"] > 1:
         title += f", PP={sizes['pp']}, VPP={sizes['vpp']}"
-    script = data["command"].partition(" --")[0].split()[-1]
-    number = "one" if sizes["pp"] == 1 else f"{sizes['pp']} x"
-    device = files[0].partition("/")[0].upper()
-    below = [f"{number} {device}, {data['date'][:10]}, {script} --shape {data['shape']}"]
-    below.append(f"100 % is no offload, {data['rows'][0]['step_ms']:.0f} ms; lower left is better")
-    texts = [name.encode(text="label:N") for name in names]
-    return altair.layer(marks, *texts).properties(
+    ran = next(run["ranks"] for run in first["runs"] if run["status"] == "ok")
+    none_ms = next(row["step_ms"] for row in first["rows"] if row["mode"] == "none")
+    below = [
+        f"shape {first['shape']}, {len(ran)} x {ran[0]['device']}, {first['date'][:10]}",
+        f"a step without offload takes {none_ms:.0f} ms; lower left is better",
+        "circles: this package, a line joins its targets; squares: others",
+    ]
+    return altair.vconcat(*(panel(points, size) for size in SIZES.values())).properties(
         title=altair.Title(title, subtitle=below, anchor="start")
     )
 
 
+def picture(paths: list[Path]) -> altair.HConcatChart:
+    """Return the picture of files."""
+    columns: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for report in (json.loads(path.read_text()) for path in paths):
+        sizes = report["sizes"]
+        columns.setdefault((report["shape"], json.dumps(sizes)), []).append(report)
+    chart = altair.hconcat(*map(column, columns.values())).configure_view(stroke=None)
+    chart = chart.configure(background="white", font="sans-serif", padding=10)
+    return chart.configure_axis(labelFontSize=FONT, titleFontSize=FONT)
+
+
 def main() -> None:
-    for name, panels in (("memory_against_time", ONE_GPU), ("two_gpus", [TWO_GPUS])):
-        chart = altair.hconcat(*map(panel, panels)).configure_view(stroke=None)
-        chart = chart.configure(background="white", font="sans-serif")
-        chart = chart.configure_axis(labelFontSize=12)
-        chart.save(ROOT / "docs" / "images" / f"{name}.svg")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    picture(options.files).save(options.output)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from bench_peers_measure import versions
 from bench_peers_modes import Nothing
-from bench_peers_worker import Program, build_chunks, join_ranks, prepared_megatron, versions
+from bench_peers_worker import Program, build_chunks, join_ranks, prepared_megatron
 
 BASE = {"vocabulary": 32000, "dtype": "bf16", "pp": 1, "vpp": 1, "normalization": "RMSNorm"}
 BASE |= {"positions": "rope", "mbs": 1, "microbatches": 2, "seed": 1234, "deterministic": False}

@@ -58,7 +58,8 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from bench_peers import FIVE, SHAPES, SHARE_GPU, Ranks, check_sizes, last_line, worker_environment
+from bench_peers import Ranks, last_line, worker_environment
+from bench_peers_options import FIVE, SHAPES, SHARE_GPU, check_sizes
 
 from megatron_offload.files.text import replace_text
 

@@ -28,16 +28,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+from bench_peers_measure import reason_of, versions, write
 from bench_peers_modes import MODES
-from bench_peers_worker import (
-    Program,
-    build_chunks,
-    join_ranks,
-    prepared_megatron,
-    reason_of,
-    versions,
-    write,
-)
+from bench_peers_worker import Program, build_chunks, join_ranks, prepared_megatron
 from check_bitwise import PAIRS, first_difference, judge, row_line
 from check_bitwise_models import MIXTURES, left_out, options_of, parts_of, stand_in
 

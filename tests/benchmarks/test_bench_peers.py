@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import os
 
 import bench_peers
+import bench_peers_options
 import bench_peers_worker
 from bench_peers_modes import MODES
 from bench_peers_table import HEAD, STEADY, returned, rows, table
@@ -54,7 +55,13 @@ def record(mode, *ranks, repetition=0, status="ok", error=None):
 
 
 def report_of(runs):
-    return {"date": "today", "command": "this", "shape": "c", "deterministic": True} | {
+    return {
+        "date": "today",
+        "command": "this",
+        "shape": "c",
+        "deterministic": True,
+        "sizes": {},
+    } | {
         "runs": runs,
         "rows": rows(runs),
     }
@@ -64,7 +71,7 @@ def test_flags_replace_sizes():
     options = parse("--shape", "bitwise", "--vpp", "4", "--dtype", "fp32", "--min-elements", "7")
     assert [options.sizes[key] for key in ("vpp", "dtype", "min_elements")] == [4, "fp32", 7]
     assert parse("--shape", "a", "--positions", "none").sizes["positions"] == "none"
-    assert bench_peers.SHAPES["bitwise"]["vpp"] == 2
+    assert bench_peers_options.SHAPES["bitwise"]["vpp"] == 2
     assert parse("--shape", "a", "--full-recompute").sizes["full_recompute"]
     without = parse("--shape", "a")
     assert (options.deterministic, without.deterministic) == (True, False)
@@ -86,6 +93,11 @@ def test_flags_replace_sizes():
         (["--shape", "moe8", "--ep", "3"], "multiples of EP"),
         (["--shape", "a", "--hidden", "1000", "--heads", "7"], "no multiple"),
         (["--shape", "a", "--steps", "0"], "--steps"),
+        (["--shape", "a", "--modes", "checkpoint"], "no mode of a model of Megatron"),
+        (["--shape", "lora", "--modes", "megatron"], "no mode of a model of transformers"),
+        (["--shape", "lora", "--modes", "none", "--pp", "2"], "one GPU"),
+        (["--shape", "a", "--length", "7"], "--length is for lora"),
+        (["--shape", "lora", "--modes", "compile:2"], "takes no compile=2"),
     ],
 )
 def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
@@ -95,28 +107,30 @@ def test_wrong_arguments_end_before_anything_starts(arguments, reason, capsys):
 
 
 def test_a_mode_carries_its_settings():
-    read, by_modules = bench_peers.read_mode, "policy.kind=modules"
+    read, by_modules = bench_peers_options.read_mode, "policy.kind=modules"
     spec = read("ours-all:max_inflight_bytes=1GiB,fraction=0.5")
-    assert (spec["kind"], spec["modules"]) == ("ours-all", [*bench_peers.ALL])
+    assert (spec["kind"], spec["modules"]) == ("ours-all", [*bench_peers_options.ALL])
     assert spec["options"][-2:] == ["max_inflight_bytes=1GiB", "fraction=0.5"]
     options = ["prefetch_bytes=3GiB|2GiB|1GiB", "fraction=0.5"]
     for rank, size in ((0, "3GiB"), (1, "2GiB"), (3, "1GiB")):
-        found = bench_peers.options_of_rank(options, rank)
+        found = bench_peers_options.options_of_rank(options, rank)
         assert found == [f"prefetch_bytes={size}", "fraction=0.5"]
     spec = read("ours-rows:{site: mlp, offload: 1}, {site: norm, recompute: true}")
     assert spec["options"] == ["rows=[{site: mlp, offload: 1}, {site: norm, recompute: true}]"]
-    assert bench_peers.named_modules(spec) == {}
+    assert bench_peers_options.named_modules(spec) == {}
     mode = MODES["recompute-layers"](read("recompute-layers:3"))
     assert mode.transformer_options()["recompute_num_layers"] == 3
-    assert read("ours-five")["modules"] == [*bench_peers.FIVE]
+    assert read("ours-five")["modules"] == [*bench_peers_options.FIVE]
     assert read("ours", ["mlp_act"])["modules"] == ["mlp_act"]
-    assert read("ours-all", ["mlp_act"])["modules"] == [*bench_peers.ALL]
+    assert read("ours-all", ["mlp_act"])["modules"] == [*bench_peers_options.ALL]
     spec = read("ours-auto:policy.most_slowdown_percent=8")
     assert spec["options"] == ["policy.kind=auto", "policy.most_slowdown_percent=8"]
     spec = read("ours-recompute:recompute=norm+mlp_act")
     assert spec["options"] == [by_modules, "recompute=[norm, mlp_act]"]
     assert read("ours:recompute=")["options"] == [by_modules, "recompute=[]"]
-    assert read("recompute-selective:modules=core_attn")["modules"] == ["core_attn"]
+    assert read("selective:core_attn,layernorm")["modules"] == ["core_attn", "layernorm"]
+    spec = read("ours-auto:compile=0.5", model="llama")
+    assert (spec["arguments"], spec["modules"]) == ({"compile": 0.5}, [])
     spec = read("ours-whole:max_fwd_stash_size=3,prefetch_bytes=1GiB")
     assert spec["arguments"] == {"max_fwd_stash_size": 3}
     assert spec["options"] == ["prefetch_bytes=1GiB"]
@@ -229,11 +243,11 @@ CRASH = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nsys
 def test_a_crash_or_a_hang_is_a_record(tmp_path, monkeypatch, script, limit, found):
     worker = tmp_path / "worker.py"
     worker.write_text(script)
-    monkeypatch.setattr(bench_peers, "WORKER", worker)
+    monkeypatch.setattr(bench_peers, "WORKERS", {None: worker})
     monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
     options = parse(*["--shape", "tiny", "--device", "cpu", "--modes", "none", "--timeout"], limit)
     options.output = tmp_path / "out"
-    run = bench_peers.ModeRun(options, options.specs[0], 0).finish()
+    (run,) = bench_peers.ModeRun(options, [(options.specs[0], 0)]).finish()
     assert (run["status"], run["error"]) == found
     assert run["seconds"] < 30
 
@@ -285,7 +299,7 @@ def test_other_modes_steps_of_warm_up_do_not_count_as_held():
 
 def test_the_whole_model_s_settings_reach_it():
     text = "ours-whole:max_fwd_stash_size=3,prefetch_bytes=2GiB|1GiB"
-    mode = MODES["ours-whole"]({**bench_peers.read_mode(text), "rank": 1})
+    mode = MODES["ours-whole"]({**bench_peers_options.read_mode(text), "rank": 1})
     mode.prepare()
     mode.attach([torch.nn.Linear(2, 2)], 1)
     assert mode.context.max_fwd_stash_size == 3
@@ -324,3 +338,79 @@ def test_steps_of_every_shape_are_timed_and_what_comes_too_late_is_said(tmp_path
         assert 0 < shape["host_ms"] <= shape["step_ms"]
     late = json.loads((tmp_path / "b.json").read_text())["shapes"]
     assert [shape["error"] for shape in late.values()] == ["no time left"] * 2
+
+
+@pytest.mark.parametrize("length", [("--length", "24"), ()])
+def test_lora_s_modes_give_the_bits_of_no_offload_on_a_cpu(tmp_path, length):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    modes = ["none", "ours-rows:{site: mlp, offload: 1}"]
+    if length:
+        modes += [
+            "checkpoint",
+            "selective",
+            "recompute-layers:1",
+            "ours-target:policy.memory_target=1GiB",
+        ]
+    script = ROOT / "benchmarks" / "bench_peers.py"
+    words = ["--shape", "lora-tiny", "--device", "cpu", "--deterministic", "--steps", "2", *length]
+    words += ["--rounds", "2", "--output", tmp_path, "--modes", *modes]
+    environment = {name: value for name, value in os.environ.items() if name not in OWN}
+    done = run_python(script, *words, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "bench_peers.json").read_text())
+    assert [run["status"] for run in report["runs"]] == ["ok"] * 2 * len(modes)
+    assert all(row["bitwise"] for row in report["rows"])
+    assert report["rows"][1]["d2h_bytes"] > 0
+    assert ("step by step: all 6 " in done.stdout) == (not length)
+
+
+def test_what_has_no_time_left_and_what_fails_are_rows_and_the_rest_runs(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(SHARED)
+    monkeypatch.setattr(bench_peers, "WORKERS", {"llama": worker})
+    monkeypatch.setattr(bench_peers, "GRACE_S", 0.2)
+    modes = ["none", "checkpoint", "compile"]
+    words = ["--shape", "lora-tiny", "--length", "8", "--device", "cpu", "--rounds", "2", "--modes"]
+    options = parse(*words, *modes)
+    options.output = tmp_path / "out"
+    (todo,) = bench_peers.in_turns(options)
+    found = [(run["mode"], run["status"]) for run in bench_peers.ModeRun(options, todo).finish()]
+    failed = ("checkpoint", "failed")
+    assert found == [("none", "ok"), failed, ("compile", "ok"), ("none", "ok"), ("compile", "ok")]
+    assert not list(bench_peers.ModeRun(options, todo, ends_at=0.0).finish())
+
+
+SHARED = """
+import json, pathlib, sys
+spec = json.loads(pathlib.Path(sys.argv[1]).read_text())
+for mode in spec["modes"]:
+    input()
+    assert mode["kind"] != "checkpoint"
+    folder = pathlib.Path(spec["results"])
+    (folder / "rank0.json").write_text("{}")
+    (folder / "done0").touch()
+"""
+
+
+def test_a_picture_has_each_mode_s_memory_and_a_line_through_targets(tmp_path):
+    draw = pytest.importorskip("draw_memory_against_time")
+    runs = [record("none", entry(0)), record("checkpoint", entry(0, 130.0, 14, 16))]
+    for size in (18, 22):
+        runs.append(record(f"ours-target:policy.memory_target={size}GiB", entry(0, 110.0, size)))
+    sizes = bench_peers_options.SHAPES["lora"] | {"length": 1900}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(report_of(runs) | {"sizes": sizes}))
+    svg = tmp_path / "picture.svg"
+    draw.picture([path]).save(svg)
+    text = svg.read_text()
+    for name in (
+        "no offload",
+        "checkpointing",
+        "18GiB",
+        "22GiB",
+        "reserved (GiB)",
+        "x 1900 tokens",
+    ):
+        assert name in text, name
+    assert len(draw.points_of(json.loads(path.read_text()))) == 4
