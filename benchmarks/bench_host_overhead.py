@@ -9,8 +9,6 @@ Runs the same program three ways, alternating, in one process, on tensors of 1 K
 ``--cold-mib 16`` writes so much of the host's memory before each group, as a job's other work may:
 caches hold nothing of the package then.
 
-``--fraction 0.1`` lets the package move so much of the bytes, and keep the rest on the device.
-
 On a CPU copies take no device time, and the streams and events of both are patches that do
 nothing. What is left is the cost of the bookkeeping itself:
 
@@ -174,14 +172,13 @@ class NoDevice(SimulatedBackend):
 class Package(Alone):
     """This package's engine."""
 
-    def __init__(self, device, fraction=1.0):
+    def __init__(self, device):
         super().__init__(device)
         config = OffloadConfig(
             backend="cuda" if device == "cuda" else "simulated",
             simulated=SimulatedConfig(copy_timing="eager", poison=False, check_hazards=False),
             min_tensor_bytes=0,
             host_memory_bytes=1 << 30,
-            fraction=fraction,
         )
         backend = NoDevice(config.simulated) if device == "cpu" else None
         self.manager = PipelineOffloadManager(config, backend=backend)
@@ -305,9 +302,6 @@ def measure(mode, num_groups, num_chunks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--fraction", type=float, default=1.0, help="of the bytes, what is offloaded"
-    )
     parser.add_argument("--cold-mib", type=int, default=0, help="written before each group")
     parser.add_argument("--num-groups", type=int, default=80, help="of a step, all chunks together")
     parser.add_argument("--num-chunks", type=int, default=1)
@@ -320,7 +314,7 @@ def main():
         parser.error("--num-groups is a multiple of --num-chunks, and both are at least 1")
     torch.set_num_threads(1)
     Alone.others = torch.zeros(arguments.cold_mib << 20, dtype=torch.uint8)
-    modes = {"none": Alone(device), "package": Package(device, arguments.fraction)}
+    modes = {"none": Alone(device), "package": Package(device)}
     version = has_te = None
     try:
         modes["megatron"] = Megatron(device)
@@ -339,7 +333,6 @@ def main():
                 done[name].append(done_us / num_groups)
     moved = {name: mode.moved_bytes() / num_groups for name, mode in modes.items()}
     saved = dict.fromkeys(modes, 4 * NUM_ELEMENTS * 4) | {"none": 0}
-    saved["package"] *= arguments.fraction
     if any(not 0.8 * saved[name] <= moved[name] <= saved[name] for name in modes):
         raise RuntimeError(f"of {saved} bytes a group moved {moved}: not what was to be measured")
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -353,7 +346,6 @@ def main():
         "num_groups": num_groups,
         "num_chunks": num_chunks,
         "saved_tensors_per_group": 4,
-        "fraction": arguments.fraction,
         "cold_mib": arguments.cold_mib,
         "moved_bytes_per_group": {name: round(value) for name, value in moved.items()},
         "median_us_per_group": {name: round(value, 2) for name, value in median.items()},

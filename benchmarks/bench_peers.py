@@ -16,12 +16,12 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
                  in ours-recompute:recompute=norm+mlp_act
     ours-inputs  the inputs of layers moved, with --full-recompute, which is for all modes
     ours-all     all of attention and MLP moved
-    ours-five    Megatron's five modules of a dense layer (or --modules) moved
+    ours-five    Megatron's five modules of a dense layer moved
     ours-whole   this package's OffloadActivations, as in ours-whole:max_fwd_stash_size=3
     ours-rows    rows by hand, as in "ours-rows:{layers: 0-3, site: mlp, recompute: true}"
-    ours         any modules, as ours-recompute: --modules, or ours:modules=mlp_fc1+mlp_act+mlp_fc2
-    megatron     megatron-core's own offload, the same five (or --modules, or as for ours); its
-                 trainer asks for NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
+    ours         any modules, as ours-recompute, as in ours:modules=mlp_fc1+mlp_act+mlp_fc2
+    megatron     megatron-core's own offload, the same five, or as for ours; its trainer asks for
+                 NVTE_CPU_OFFLOAD_V1=1, megatron:te_v1=0 goes without
     te           TransformerEngine's cpu_offloading, all layers but one; PP=1 only
     trl          TRL's OffloadActivations, where it is installed; PP=1 only
     save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around each forward
@@ -33,26 +33,22 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
                  Megatron's recompute_modules, its norms and its dense MLP unless named; of a
                  model of transformers these parts of each layer by torch's checkpoint, or its MLP
     compile:BUDGET
-                 layers compiled, with torch's budget for what they save, a share of all; other
-                 modes of lora compile them by a setting, as in ours-auto:compile=1.0
+                 layers compiled, with torch's budget for what they save, a share of all; with this
+                 package's rows too by a setting, as in ours-auto:compile=1.0
 
 Shape ``lora`` is a Llama of a billion random parameters with adapters (transformers, peft), in
 plain PyTorch. With ``--length`` all steps have so many tokens, and one process takes all modes, one
-after the other. Else each step has a length of its own, drawn from a fourth of ``--seq`` to
-``--seq``, each mode of each round a process, ``ms`` is the mean of the measured steps, and lines
-behind the table compare all steps one by one. Its modes are the five that no GPU of Megatron needs
-(none, trl, save_on_cpu, recompute-layers, selective), checkpoint, compile, and ours-auto, -target,
--rows, -whole, each around the model's forward.
+after the other. Else each step has a length drawn from a fourth of ``--seq`` to ``--seq``, ``ms``
+is the mean of the measured steps, and lines behind the table compare all steps one by one.
 
 A mode that plans takes more steps at the begin of the warm-up, all of the same microbatches;
 ``--timeout`` has to leave time for them.
 
 Modes run in processes of their own, which import what they need while the mode before them runs.
 One that fails or takes too long is a row with its reason. ``--rounds`` takes them in turns, and
-medians count. What hasn't begun by ``--limit`` is left out. Peaks and what
-the host holds are the most of the measured steps; in warm-up nothing is learned yet. R is the drop
-of the peak against ``none`` over the most bytes off the device. Each mode of Megatron's begins by
-measuring what the link to the host gives all ranks together.
+medians count. What hasn't begun by ``--limit`` is left out. Peaks and what the host holds are the
+most of the measured steps; in warm-up nothing is learned yet. R is the drop of the peak against
+``none`` over the most bytes off the device. Megatron's modes measure the link to the host first.
 
 ``--examine`` adds a step outside the measured ones to this package's own modes: it is traced, to
 ``traces/MODE/trace_RANK.json``, for https://ui.perfetto.dev, and the table has its stalls by cause
@@ -350,9 +346,8 @@ def main():
             print(f"{record['mode']}: {record['error'] or record['status']}, {took}", flush=True)
             save(report, options.output)
     for mode in set(options.modes) - {run["mode"] for run in report["runs"]}:
-        error = reasons[mode] or "no time left"
-        record = {"mode": mode, "repetition": 0, "status": "left out", "error": error}
-        report["runs"].append(record)
+        record = {"mode": mode, "repetition": 0, "status": "left out"}
+        report["runs"].append(record | {"error": reasons[mode] or "no time left"})
     save(report, options.output)
     print((options.output / "bench_peers.txt").read_text())
     draw(options.output / "bench_peers.json")

@@ -70,26 +70,17 @@ def inductor(budget):
     return compiled
 
 
-def compile_layers(model, spec):
-    """Compile each layer for a mode."""
-    torch._dynamo.config.recompile_limit = 64
-    budget = spec["arguments"].get("compile", 1.0)
-    for layer in layers_of(model):
-        layer.compile(backend=inductor(budget), dynamic=None if "length" in spec else True)
-
-
-def uncompile_layers(model):
-    for layer in layers_of(model):
-        layer._compiled_call_impl = None
-
-
 class Compiled(Nothing):
     def attach(self, chunks, pp_rank):
         (self.model,) = chunks
-        compile_layers(self.model, self.spec)
+        torch._dynamo.config.recompile_limit = 64
+        backend = inductor(self.spec["arguments"].get("compile", 1.0))
+        for layer in layers_of(self.model):
+            layer.compile(backend=backend, dynamic=None if "length" in self.spec else True)
 
     def detach(self):
-        uncompile_layers(self.model)
+        for layer in layers_of(self.model):
+            layer._compiled_call_impl = None
 
 
 class TrlOfModel(Trl):
@@ -106,12 +97,11 @@ class OursAroundForward(OursWhole):
     def attach(self, chunks, pp_rank):
         from megatron_offload import get_act_offloading_ctx_manager
 
-        (self.model,) = chunks
-        options = dict(self.spec["arguments"])
+        options = {"config": self.read_config(), **self.spec["arguments"]}
+        self.compiled = Compiled(self.spec)
         if options.pop("compile", None) is not None:
-            compile_layers(self.model, self.spec)
-        options["config"] = self.read_config()
-        self.context = get_act_offloading_ctx_manager(self.model, **options)
+            self.compiled.attach(chunks, pp_rank)
+        self.context = get_act_offloading_ctx_manager(chunks[0], **options)
         self.manager = self.context.manager
 
     def take_step(self, step):
@@ -124,7 +114,8 @@ class OursAroundForward(OursWhole):
     def detach(self):
         self.context.end_step()
         self.context.close()
-        uncompile_layers(self.model)
+        if "compile" in self.spec["arguments"]:
+            self.compiled.detach()
 
 
 KINDS = {
@@ -203,8 +194,8 @@ class FineTuning(Program):
         return (time.perf_counter() - start) * 1e3, host_ms, [{"loss": loss.detach()}]
 
 
-BUILT = []
-"""The model of this process, once there is one."""
+BUILT = {}
+"""The program of this process, once there is one."""
 
 
 def run(spec, rank):
@@ -215,8 +206,8 @@ def run(spec, rank):
             torch.set_num_threads(1)
         elif spec["deterministic"]:
             use_deterministic_kernels()
-        BUILT.append(FineTuning(spec, torch.device(spec["device"])))
-    (program,) = BUILT
+        BUILT["program"] = FineTuning(spec, torch.device(spec["device"]))
+    program = BUILT["program"]
     program.mode = mode = KINDS.get(spec["kind"], OursAroundForward)(spec)
     program.begin()
     with contextlib.ExitStack() as stack:
@@ -231,11 +222,5 @@ def run(spec, rank):
         }
 
 
-def load():
-    """Import what takes long."""
-    for name in ("peft", "transformers"):
-        importlib.import_module(name)
-
-
 if __name__ == "__main__":
-    work(load, run)
+    work(("peft", "transformers"), run)

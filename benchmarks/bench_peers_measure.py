@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -109,11 +110,11 @@ def versions():
     return found
 
 
-def work(load, run):
+def work(modules, run):
     """Take each mode of the file that the command names, when a line of input lets it go.
 
     Args:
-        load: imports what ``run`` needs.
+        modules: the names of those that ``run`` needs, which take long to import.
         run: returns a mode's numbers on a rank.
     """
     spec = json.loads(Path(sys.argv[1]).read_text())
@@ -121,7 +122,8 @@ def work(load, run):
     logging.basicConfig(format="%(relativeCreated)8d ms %(name)s: %(message)s")
     logging.getLogger("megatron_offload").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    load()
+    for name in modules:
+        importlib.import_module(name)
     result_path = Path(spec["results"]) / f"rank{rank}.json"
     for mode in spec["modes"]:
         if not sys.stdin.readline():  # the process that started this one is gone

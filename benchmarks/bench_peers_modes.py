@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_peers_options import named_modules, options_of_rank
+from bench_peers_options import KINDS, named_modules, options_of_rank
 
 MOST_STEPS = 200
 """Of a search; what it hasn't found by then isn't waited for."""
@@ -361,14 +361,7 @@ class SaveOnCpu(OneAtATime):
 
 MODES = {
     "none": Nothing,
-    "ours": Ours,
-    "ours-five": Ours,
-    "ours-all": Ours,
-    "ours-auto": Ours,
-    "ours-target": Ours,
-    "ours-recompute": Ours,
-    "ours-inputs": Ours,
-    "ours-rows": Ours,
+    **dict.fromkeys((kind for kind in KINDS if kind.startswith("ours")), Ours),
     "ours-whole": OursWhole,
     "megatron": Megatron,
     "te": TransformerEngine,

@@ -110,7 +110,6 @@ def parse_arguments(about, arguments=None):
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help="in place of the shape's")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="in place of the shape's")
     parser.add_argument("--normalization", choices=("RMSNorm", "LayerNorm"), help="likewise")
-    parser.add_argument("--positions", choices=("rope", "none"), help="likewise")
     parser.add_argument(
         "--length", type=int, help="tokens of each of lora's steps; drawn unless set"
     )
@@ -121,7 +120,6 @@ def parse_arguments(about, arguments=None):
     parser.add_argument(
         "--whole-step-graph", action="store_true", help="capture the last step of the warm-up"
     )
-    parser.add_argument("--modules", nargs="+", help="for ours, ours-five and megatron")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
     parser.add_argument(
@@ -149,7 +147,7 @@ def parse_arguments(about, arguments=None):
     try:
         options.sizes = read_sizes(options)
         model = options.sizes.get("model")
-        options.specs = [read_mode(text, options.modules, model) for text in options.modes]
+        options.specs = [read_mode(text, model) for text in options.modes]
     except ValueError as error:
         parser.error(str(error))
     for spec in options.specs:
@@ -176,7 +174,7 @@ def add_settings(options, spec):
 def read_sizes(options):
     """Return the shape's sizes with what was given in their place."""
     sizes = dict(SHAPES[options.shape])
-    for name in (*SIZES, "dtype", "normalization", "positions", "length"):
+    for name in (*SIZES, "dtype", "normalization", "length"):
         if (given := getattr(options, name)) is not None:
             sizes[name] = given
     sizes.setdefault("heads", max(1, sizes["hidden"] // 128))
@@ -215,7 +213,7 @@ def num_ranks(options):
     return options.sizes["pp"] * options.sizes["dp"]
 
 
-def read_mode(text, modules=None, model=None):
+def read_mode(text, model=None):
     """Read ``kind`` or ``kind:key=value,key=value`` into a plain description."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
@@ -229,7 +227,7 @@ def read_mode(text, modules=None, model=None):
         items = [f"{WHOLE_SETTING[kind]}={rest}"]
     if any("=" not in item for item in items):
         raise ValueError(f"{text!r}: settings are key=value, separated by commas")
-    chosen = list(modules if modules and KINDS[kind] == FIVE else KINDS[kind])
+    chosen = list(KINDS[kind])
     if model:
         chosen = ["mlp"] if kind == "selective" else []
     options, arguments = list(SETTINGS.get(kind, ())), {}

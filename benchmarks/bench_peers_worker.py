@@ -263,15 +263,16 @@ def join_ranks(kind, timeout_s):
     return device
 
 
-def load_megatron():
-    for name in ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules"):
-        importlib.import_module(f"megatron.core.{name}")
+NEEDED = ("models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules")
+NEEDED = tuple(f"megatron.core.{name}" for name in NEEDED)
+"""What takes long to import."""
 
 
 @contextlib.contextmanager
 def prepared_megatron(*, on_gpu, is_deterministic):
     """Load megatron-core: with bridges for a CPU, or deterministic where that is asked for."""
-    load_megatron()
+    for name in NEEDED:
+        importlib.import_module(name)
     with contextlib.ExitStack() as stack:
         if not on_gpu:  # its bridges reach the modules that are loaded
             from megatron.core.transformer.moe import moe_utils
@@ -327,4 +328,4 @@ def run(spec, rank):
 
 
 if __name__ == "__main__":
-    work(load_megatron, run)
+    work(NEEDED, run)

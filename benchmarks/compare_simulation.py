@@ -75,7 +75,7 @@ SIZES = {
 
 LORA = {"layers": 16, "hidden": 2048, "seq": 1900, "mbs": 4, "pp": 1, "positions": "rope"}
 LORA |= {"vpp": 1, "microbatches": 1, "heads": 32, "groups": 8, "vocabulary": 128256, "gated": True}
-"""The sizes of `bench_lora.py`, as of other files."""
+"""The sizes of files of adapters without dropout."""
 
 
 def described(data: dict) -> ModelDescription:
@@ -174,7 +174,7 @@ def read(file: str) -> dict:
 
 
 def read_lora(text: str) -> dict:
-    """Return what `bench_lora.py` has printed, as other files have it."""
+    """Return what such a file has printed, as other files have it."""
     runs = []
     line = r"(?m)^(off|checkpoint): ([\d.]+) ms.*; ([\d.]+) / ([\d.]+) GiB"
     for mode, *numbers in re.findall(line, text):

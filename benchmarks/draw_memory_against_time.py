@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ STYLES = {
 NAMES = {
     "none": "no offload",
     "megatron": "Megatron's offload",
-    "te": "TransformerEngine's offload",
     "trl": "TRL's offload",
     "recompute": "full recompute",
     "checkpoint": "checkpointing",
@@ -35,10 +35,6 @@ NAMES = {
     "recompute-selective": "selective recompute",
     "selective": "selective {}",
     "compile": "compiled, {}",
-    "ours-auto": "auto",
-    "ours-target": "{}",
-    "ours-rows": "rows",
-    "ours-recompute": "by hand",
 }
 """What a mode is called, with what stands behind its colon; others by themselves."""
 SIZES = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
@@ -50,15 +46,17 @@ def name_of(mode: str) -> str:
     if kind == "ours-rows":
         return "rows: " + " + ".join(_row_in_short(row) for row in rest.split("}") if "site" in row)
     if kind in ("ours-auto", "ours-target"):
-        rest = " ".join(one.partition("=")[2] for one in rest.split(","))
-        return f"auto {rest} %" if rest and kind == "ours-auto" else rest or "auto"
+        said = re.search("(percent|memory_target|target_bytes)=([^,]*)", rest)
+        return (
+            "auto" if said is None else said[2] if "percent" not in said[1] else f"auto {said[2]} %"
+        )
     return NAMES.get(kind, mode).format(rest).strip()
 
 
 def _row_in_short(row: str) -> str:
     words = dict(part.strip(" ,{").partition(": ")[::2] for part in row.split(",") if ":" in part)
     said = f"{words.get('offload', '')} of " if words.get("offload", "").isdigit() else ""
-    return f"{said}{words['site']}{' again' if 'recompute' in words else ''}"
+    return f"{said}{'recomputed ' if 'recompute' in words else ''}{words['site']}"
 
 
 def points_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -78,9 +76,9 @@ def points_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return points
 
 
-def domain(values: list[float], share: float) -> list[float]:
+def domain(values: list[float]) -> list[float]:
     """Return an axis with room around what is drawn."""
-    room = share * (max(values) - min(values)) or 1.0
+    room = (max(values) - min(values)) / 8 or 1.0
     return [min(values) - room, max(values) + room]
 
 
@@ -89,47 +87,40 @@ def placed(points: list[dict[str, Any]], x: list[float], y: list[float]) -> list
 
     Each point has ``x`` and ``percent``; ``x`` and ``y`` are the axes.
     """
-    centers = [
-        (
-            WIDTH * (point["x"] - x[0]) / (x[1] - x[0]),
-            HEIGHT * (y[1] - point["percent"]) / (y[1] - y[0]),
-        )
-        for point in points
-    ]
-    taken = [(a - 7, b - 7, a + 7, b + 7) for a, b in centers]
-    found = []
-    for point, (a, b) in zip(points, centers, strict=True):
-        width = 0.56 * FONT * len(point["name"])
-        places = [
-            (left, top)
-            for far in (0, FONT, 2 * FONT, 3 * FONT)
-            for left, top in (
-                *((a + 10, b - 7 - far), (a + 10, b - 7 + far)),
-                *((a - width / 2, b - 22 - far), (a - width / 2, b + 9 + far)),
-                *((a - width - 10, b - 7 - far), (a - width - 10, b - 7 + far)),
+    taken, found = [], []
+    for point in points:
+        a = WIDTH * (point["x"] - x[0]) / (x[1] - x[0])
+        b = HEIGHT * (y[1] - point["percent"]) / (y[1] - y[0])
+        taken.append((a - 7, b - 7, a + 7, b + 7))
+
+    def covered(box: tuple[float, float, float, float]) -> float:
+        outside = (-box[0], box[2] - WIDTH, -box[1], box[3] - HEIGHT)
+        return sum(
+            max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
+            * max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
+            for other in taken
+        ) + sum(100 * max(0.0, far) for far in outside)
+
+    for point, mark in zip(points, taken.copy(), strict=True):
+        width, a, b = 0.56 * FONT * len(point["name"]), mark[0] + 7, mark[1] + 7
+        boxes = [
+            (left, top + far, left + width, top + far + FONT + 2)
+            for by in range(4)
+            for left, top, sign in (
+                *((a + 10, b - 7, -1), (a + 10, b - 7, 1), (a - width / 2, b - 22, -1)),
+                *((a - width / 2, b + 9, 1), (a - width - 10, b - 7, -1)),
             )
+            for far in (sign * by * FONT,)
         ]
-
-        def badness(place: tuple[float, float], width: float = width) -> float:
-            left, top = place
-            right, bottom = left + width, top + FONT + 2
-            hidden = sum(
-                max(0.0, min(right, x2) - max(left, x1)) * max(0.0, min(bottom, y2) - max(top, y1))
-                for x1, y1, x2, y2 in taken
-            )
-            outside = max(0, -left) + max(0, right - WIDTH) + max(0, -top) + max(0, bottom - HEIGHT)
-            return hidden + 100 * outside
-
-        left, top = min(places, key=badness)  # of equals the first, which is the nearest
-        taken.append((left, top, left + width, top + FONT + 2))
-        found.append({"name": point["name"], "x": left, "y": top + FONT / 2 + 1})
+        taken.append(min(boxes, key=covered))  # of equals the first, which is the nearest
+        found.append({"name": point["name"], "x": taken[-1][0], "y": taken[-1][1] + FONT / 2 + 1})
     return found
 
 
 def panel(points: list[dict[str, Any]], size: str) -> altair.LayerChart:
     """Return the chart of one kind of memory."""
     rows = [{**point, "x": point[size]} for point in points]
-    x, y = domain([row["x"] for row in rows], 0.1), domain([row["percent"] for row in rows], 0.12)
+    x, y = domain([row["x"] for row in rows]), domain([row["percent"] for row in rows])
     base = altair.Chart({"values": rows}, width=WIDTH, height=HEIGHT).encode(
         x=altair.X("x:Q", title=f"{size} (GiB)", scale=altair.Scale(domain=x, nice=False)),
         y=altair.Y(
