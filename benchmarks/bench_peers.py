@@ -110,7 +110,7 @@ def in_turns(options):
     for number in range(options.rounds):
         specs = options.specs if number % 2 == 0 else options.specs[::-1]
         each += [(spec, number) for spec in sorted(specs, key=lambda one: one["kind"] != "none")]
-    return [each] if "length" in options.sizes else [[one] for one in each]
+    return [each] if each and "length" in options.sizes else [[one] for one in each]
 
 
 def left_out(options, spec):
@@ -336,11 +336,10 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     reasons = {spec["mode"]: left_out(options, spec) for spec in options.specs}
     options.specs = [spec for spec in options.specs if reasons[spec["mode"]] is None]
-    todo = in_turns(options)
-    waiting = ModeRun(options, todo[0], ends_at)
-    for following in [*todo[1:], None]:
+    waiting = None
+    for following in [*in_turns(options), None]:
         run, waiting = waiting, following and ModeRun(options, following, ends_at)
-        for record in run.finish():
+        for record in run.finish() if run else ():
             report["runs"].append(record)
             took = f"{record.get('seconds', 0):.0f} s"
             print(f"{record['mode']}: {record['error'] or record['status']}, {took}", flush=True)
@@ -387,15 +386,12 @@ def check_settings(options):
 
 
 def save(report, folder):
-    """Write both files aside and put them in place, so that a killed run keeps what it has."""
+    """Write both files at once or not at all, so that a killed run keeps what it has."""
+    from megatron_offload.files.text import replace_text
+
     report["rows"] = rows(report["runs"])
-    for name, text in (
-        ("bench_peers.json", json.dumps(report, indent=1)),
-        ("bench_peers.txt", table(report)),
-    ):
-        aside = folder / f"{name}.part"
-        aside.write_text(text)
-        os.replace(aside, folder / name)
+    replace_text(folder / "bench_peers.json", json.dumps(report, indent=1))
+    replace_text(folder / "bench_peers.txt", table(report))
 
 
 if __name__ == "__main__":
