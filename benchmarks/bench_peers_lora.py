@@ -1,4 +1,4 @@
-"""Modes of `bench_peers.py` on a Llama of transformers with peft's adapters.
+"""Modes of `bench_peers.py` on a Llama of transformers with adapters, peft's or its own.
 
     yes | python bench_peers_lora.py SPEC.json
 
@@ -21,11 +21,27 @@ import torch
 from bench_peers_measure import numbers_of, work
 from bench_peers_modes import Nothing, OursWhole, SaveOnCpu, Trl
 from bench_peers_worker import Program, use_deterministic_kernels
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
 def layers_of(model):
-    return model.get_base_model().model.layers
+    return model.get_decoder().layers
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer behind an adapter of its own dtype."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        own = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, **own)
+        self.up = nn.Linear(rank, base.out_features, **own)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.up(self.down(x)) * 2.0 + self.base(x)
 
 
 class Checkpoint(Nothing):
@@ -151,10 +167,17 @@ class FineTuning(Program):
         with torch.device(device):
             model = LlamaForCausalLM(config).to(dtype)
         names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-        adapters = LoraConfig(
-            r=spec["lora_rank"], lora_dropout=spec["lora_dropout"], target_modules=names
-        )
-        self.model = get_peft_model(model, adapters).train()
+        if spec.get("own_adapters"):
+            model.requires_grad_(False)
+            for path, module in [*model.named_modules()]:
+                if path.rpartition(".")[2] in names:
+                    model.set_submodule(path, Adapted(module, spec["lora_rank"]))
+        else:
+            adapters = LoraConfig(
+                r=spec["lora_rank"], lora_dropout=spec["lora_dropout"], target_modules=names
+            )
+            model = get_peft_model(model, adapters)
+        self.model = model.train()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.first = [p.detach().clone() for p in self.trained]
         # What a step leaves in the adapters tells of all gradients until then.

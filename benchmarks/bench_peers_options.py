@@ -90,6 +90,9 @@ SHAPES = {
     # A Llama of transformers whose base is frozen, with adapters of peft.
     "lora": {**_LLAMA, "layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8}
     | {"vocabulary": 128256, "seq": 2048, "mbs": 4},
+    # The same with adapters of a class of its own, in bf16, which come before the frozen product.
+    "lora-own": {**_LLAMA, "layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8}
+    | {"vocabulary": 128256, "seq": 2048, "mbs": 4, "lora_dropout": 0.0, "own_adapters": True},
     "lora-tiny": {**_LLAMA, "layers": 4, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2}
     | {"vocabulary": 128, "seq": 32, "mbs": 2, "dtype": "fp32", "min_elements": 1},
 }
