@@ -21,11 +21,11 @@ _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
 
 class ModelSteps:
-    """Counts forwards between `enter` and `leave`, by hooks of the first layer of each list.
+    """Counts what lies between `enter` and `leave` as one forward, by hooks of first layers.
 
     Of several that a forward calls, such as those of an encoder and a decoder, the first counts,
-    and in each call of a model, or where only its parts are called, its first call, as one layer
-    may be all of them: ``layer_begins`` is called with how many tokens it is given (`tokens_of`).
+    and of its calls the first: ``layer_begins`` is called with how many tokens it is given
+    (`tokens_of`).
 
     Attributes:
         num_pending: forwards whose backward is still to come.
@@ -37,7 +37,6 @@ class ModelSteps:
 
     def __init__(
         self,
-        models: Iterable[nn.Module],
         first_layers: Iterable[nn.Module],
         now: Callable[[], Any],
         layer_begins: Callable[[float], None],
@@ -45,18 +44,12 @@ class ModelSteps:
         self.tokens: list[float] = []
         self.ended: Any = None
         self._now, self._layer_begins = now, layer_begins
-        self._is_inside = self._is_counted = False
-        self._called: nn.Module | None = None
+        self._waits = False
+        """Whether a forward has begun of which no layer was called yet."""
         self._open: nn.Module | None = None
         """Whose call is counted, and not over."""
         self.num_pending = self.most_pending = self._number = 0
-        firsts = [*first_layers]
-        hooked = [hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in firsts]
-        hooked += [
-            hook_calls(x, self._count_anew, self._count_anew, owner=ModelSteps)
-            for x in models
-            if x not in firsts and x._compiled_call_impl is None  # of whose graph they were a part
-        ]
+        hooked = [hook_calls(x, self._begin, self._end, owner=ModelSteps) for x in first_layers]
         self._handles = [handle for handles in hooked for handle in handles]
 
     def close(self) -> None:
@@ -75,32 +68,25 @@ class ModelSteps:
 
     def enter(self) -> None:
         """A forward begins."""
-        self.leave()
-        self._is_inside = True
+        self._waits, self._open = True, None
 
     def leave(self) -> None:
         """It ends."""
-        self._is_inside = self._is_counted = False
-        self._called = self._open = None
-
-    def _count_anew(self, *_: Any) -> None:
-        self._is_counted = False
+        self._waits, self._open = False, None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_inside and self._called in (None, module) and not self._is_counted:
-            self._called = self._open = module
-            self._is_counted = True
+        if self._waits:
+            self._waits, self._open = False, module
             tokens = tokens_of(args, kwargs)
             self.tokens.append(tokens if math.isfinite(tokens) else 1.0)
             self._layer_begins(self.tokens[-1])
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open is not module:
-            return
-        self._open = None
-        if hook_backward(output, partial(self._reach_first, self._number)):
-            self.num_pending += 1
-            self.most_pending = max(self.most_pending, self.num_pending)
+        if self._open is module:
+            self._open = None
+            if hook_backward(output, partial(self._reach_first, self._number)):
+                self.num_pending += 1
+                self.most_pending = max(self.most_pending, self.num_pending)
 
     def _reach_first(self, number: int, grad: object) -> None:
         if number == self._number:  # else it is of a step that was given up

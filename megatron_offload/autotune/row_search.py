@@ -145,9 +145,8 @@ class RowSearch(SearchSteps):
             self._clock.leave()
         if self.is_converged:
             self._trim_when_full()
-        if self._looks is not None and self._clock is not None:
+        if self._looks is not None:
             self._looks.end()
-            self._num_looked = self._num_looked or len(self._clock.tokens)
         self._has_failed |= has_failed
 
     def hook_end(self, model: nn.Module) -> RemovableHandle:

@@ -55,8 +55,8 @@ class SearchSteps(FollowedRows):
         self._span: tuple[Any, Any] = None, None
         """From the first to the last of the step before."""
         self._looks: LayerWatch | SiteTimes | None = None
-        self._look_tokens, self._num_looked, self._has_failed = 0.0, 0, False
-        """Of what is looked at: the tokens of its first forward, and its forwards."""
+        self._look_tokens, self._has_failed = 0.0, False
+        """Of what is looked at: the tokens of its first forward, and whether it has raised."""
         self._trained = set[int]()
         """The models that had a forward with gradients: a teacher's are no part of the step."""
         self._rows: tuple[RowConfig, ...] = ()
@@ -83,7 +83,7 @@ class SearchSteps(FollowedRows):
             if site.name == "layer"
         }
         first_layers = filter(None, (site.module() for site in firsts.values()))
-        self._clock = ModelSteps(self._models.values(), first_layers, self._now, self._layer_begins)
+        self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.backend.memory().num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
         if sites and not any(site.refusal for site in sites.values()) and is_alone():
@@ -124,8 +124,7 @@ class SearchSteps(FollowedRows):
         times.scale = self._watched_tokens / self._look_tokens
         if not holds_back:
             times.sizes = [tokens / self._look_tokens for tokens in self._times.long]
-        at_a_time = len(self._trained) * max(1, self._num_looked)
-        self._num_inflight = max(1.0, self._clock.most_pending / at_a_time)
+        self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)
         in_layers, self._saved_bytes = watch.sizes_in_layers, sum(watch.sizes.values())
@@ -188,8 +187,7 @@ class SearchSteps(FollowedRows):
         num_short = 0
         while True:
             look = make()
-            self._looks, self._has_failed = look, False
-            self._look_tokens, self._num_looked = 0.0, 0
+            self._looks, self._look_tokens, self._has_failed = look, 0.0, False
             yield kind
             self._looks = None
             is_short = self._look_tokens < self._times.measured_tokens
