@@ -7,6 +7,7 @@ take moves in the order of what these take, as the slowest decides; a target eac
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -184,6 +185,10 @@ class Stage:
         wanted = next((p for p in places if self.freed_bytes(p) >= freed_bytes), highest)
         return min(max(lowest, wanted), highest), False, ""
 
+    def within(self, us: float) -> int:
+        """Return the last plan that takes no longer; at least the first."""
+        return bisect_right(self.plans, us, lo=1, key=lambda plan: plan.us) - 1
+
     def freed_bytes(self, place: int) -> float:
         """Return what a plan frees of all microbatches that are held."""
         return self.num_inflight * self.plans[place].freed_bytes
@@ -213,7 +218,9 @@ class RowChoice:
         self._begin()
 
     def _begin(self) -> None:
-        self._ladder = ladder([stage.plans for stage in self.stages.values()])
+        every = {plan.us for stage in self.stages.values() for plan in stage.plans[1:]}
+        self._rungs = [-math.inf, *sorted(every)]
+        """What plans take, in order; at first nothing is done."""
         self._rung = 0
         self._tried: dict[int, Slowdown] = {}
 
@@ -261,7 +268,7 @@ class RowChoice:
         policy = self._limited
         if policy is not None:
             self._rung, is_final, text = self._next_rung(policy)
-            places: Iterable[int] = self._ladder[self._rung]
+            places = [stage.within(self._rungs[self._rung]) for stage in self.stages.values()]
         else:
             answers = [stage.next_place() for stage in self.stages.values()]
             is_final = all(one[1] for one in answers)
@@ -270,10 +277,6 @@ class RowChoice:
         for place, stage in zip(places, self.stages.values(), strict=True):
             stage.place = place
         return is_final, text
-
-    def _us_of(self, rung: int) -> float:
-        plans = zip(self.stages.values(), self._ladder[rung], strict=True)
-        return max(stage.plans[place].us for stage, place in plans)
 
     def predicted(self) -> str:
         """Say what a step takes with what is followed, where that isn't measured."""
@@ -285,8 +288,8 @@ class RowChoice:
 
         Before any was measured it is what is predicted.
         """
-        us = self._us_of(rung)
-        seen = {self._us_of(other): found for other, found in self._tried.items()}
+        us = self._rungs[rung]
+        seen = {self._rungs[other]: found for other, found in self._tried.items()}
         if not seen:
             percent = 100 * us / self.bare_us
             return Slowdown.of(percent, max(_LEAST_ERROR, _ERROR_SHARE * percent))
@@ -297,7 +300,7 @@ class RowChoice:
 
     def _next_rung(self, policy: AutoConfig) -> tuple[int, bool, str]:
         limit, stages = policy.most_slowdown_percent, self.stages.values()
-        us_of = [self._us_of(rung) for rung in range(len(self._ladder))]
+        us_of = self._rungs
         points = {0: (0.0, 0.0)}
         points |= {rung: (us_of[rung], seen.most) for rung, seen in self._tried.items()}
         quick = max(rung for rung, (_, percent) in points.items() if percent <= limit)
@@ -305,10 +308,7 @@ class RowChoice:
             (p for p, (_, percent) in points.items() if percent > limit and p > quick),
             default=len(us_of),
         )
-        freed = [
-            sum(stage.freed_bytes(place) for stage, place in zip(stages, places, strict=True))
-            for places in self._ladder
-        ]
+        freed = [sum(stage.freed_bytes(stage.within(us)) for stage in stages) for us in us_of]
         share = _LARGE_GAIN_SHARE if quick else _LEAST_GAIN_SHARE
         least_bytes = freed[quick] + sum(stage.bare_bytes for stage in stages) // share
         more = [rung for rung in range(quick + 1, slow) if freed[rung] >= least_bytes]
@@ -335,19 +335,3 @@ class RowChoice:
         if self._tried:
             least = f"the least costly plan that was tried takes {min(self._tried.values())}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"
-
-
-def ladder(stages: Sequence[Sequence[Plan]]) -> list[tuple[int, ...]]:
-    """Return the places of all stages' plans from rung to rung, in the order of what they take."""
-    moves = sorted(
-        (plan.us, place, number)
-        for number, plans in enumerate(stages)
-        for place, plan in enumerate(plans)
-        if place
-    )
-    places = [0] * len(stages)
-    found = [tuple(places)]
-    for _, place, number in moves:
-        places[number] = place
-        found.append(tuple(places))
-    return found
