@@ -13,7 +13,7 @@ from megatron_offload.planning.frontier import Action, Layers, Part, Plan
 from megatron_offload.planning.row_choice import RowChoice, Slowdown, Stage
 
 ANSWER = TypeAdapter(tuple[str, str, dict[str, Plan]])
-"""The phase (refused, trying, measuring or final), why in words, and the plan of each stage."""
+"""The phase (trying, measuring or final), why in words, and the plan of each stage, if any."""
 Alike: TypeAlias = list[tuple[list[int], tuple[Action, ...]]]
 """Numbers of layers that are alike, and what may be done with each."""
 _KINDS = TypeAdapter(list[Alike])
@@ -49,7 +49,7 @@ class RowAnswers:
         everyone = [json.loads(text) for text in texts]
         refusal = next((one["refusal"] for one in everyone if one.get("refusal")), "")
         if refusal:
-            return ANSWER.dump_json(("refused", refusal, {})).decode()
+            return ANSWER.dump_json(("final", refusal, {})).decode()
         if self.choice is None:
             self.choice = self._choice_of(everyone)
             is_final, text = self.choice.next()

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import zlib
-from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -228,18 +227,15 @@ class SearchSteps(FollowedRows):
                     if found is None:
                         yield "open" if refusal else "bare"
                 phase, text, plans = ANSWER.validate_json(found or '["", "", {}]')
-                if phase == "refused":
-                    self._stop(text, ADVICE, keeps_open=bool(refusal))
-                    return
                 if self._stage not in plans:
-                    self._stop("no plan came that the ranks have agreed on", "")
+                    why = text or "no plan came that the ranks have agreed on"
+                    self._stop(why, ADVICE if text else "", keeps_open=bool(text and refusal))
                     return
                 plan = plans[self._stage]
                 if phase == "final":
-                    own = [dict(one.actions) for one in plans.values()]
-                    layers = ChainMap(*own)
-                    if len(layers) < sum(map(len, own)):  # numbers count within each stage
-                        layers = ChainMap(dict(plan.actions))
+                    layers = {x: own for one in plans.values() for x, own in one.actions.items()}
+                    if len(layers) < sum(len(one.actions) for one in plans.values()):
+                        layers = {**plan.actions}  # numbers count within each stage
                     self._finish(plan, text, plan._replace(actions=layers).rows())
                     return
                 look_at = self._try if phase == "trying" else self._measure
