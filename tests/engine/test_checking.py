@@ -11,19 +11,15 @@ import pytest
 import torch
 from programs import (
     KIB,
-    TIMINGS,
-    assert_same,
     check_steps,
     forward,
     in_group,
-    make_config,
     make_manager,
     make_model,
     one_forward_one_backward,
     run_step,
 )
 
-from megatron_offload import OffloadActivations
 from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
 
@@ -86,23 +82,6 @@ def test_what_lies_between_saved_parts_may_change():
     manager.join_offloads()
     z.sum().backward()
     assert manager.transfers.stats.reloaded_bytes > 2048 * 4
-
-
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_the_cells_of_recurrent_networks_pass(timing):
-    """They write parts of a row when another is on its way to the host."""
-    cell, x = torch.nn.GRUCell(32, 32), torch.randn(16, 32)
-    expected = torch.autograd.grad(cell(x).square().mean(), list(cell.parameters()))
-    settings = {"policy": {"kind": "modules"}, "max_inflight_bytes": 8 * KIB}
-    config = make_config(timing, checking=True, **settings)
-    offload = OffloadActivations(max_fwd_stash_size=1, config=config)
-    for _ in range(2):
-        with offload:
-            loss = cell(x).square().mean()
-        assert_same(expected, torch.autograd.grad(loss, list(cell.parameters())))
-    del loss
-    offload.end_step()
-    assert offload.last_step.reloaded_bytes > 0
 
 
 def test_a_graph_that_outlives_the_step_is_reported(caplog):

@@ -29,8 +29,6 @@ from programs import (
 )
 from traps import InjectedError, LineTrap, Trap
 
-from megatron_offload.backends.base import Backend
-from megatron_offload.engine import boundary
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.frontends.whole_model import OffloadActivations
@@ -258,23 +256,6 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_deadlock():
             loss.backward()
     manager.abort()
     check_steps(model, manager, ORDER)
-
-
-def test_every_entry_of_the_backend_is_trapped():
-    # What the trap leaves out neither allocates nor queues work.
-    left_out = {"owns", "compute_stream", "computing_on", "is_done", "sync_copies"}
-    left_out |= {"capacity_bytes", "memory", "trim_device"}
-    left_out |= {"graph_stream", "graph_event", "note_produced", "note_consumed", "note_freed"}
-    left_out |= {"read_on", "timestamp", "host_us", "sync_elapsed_us", "pause"}
-    left_out |= {"is_capturing", "prepare_host", "discard"}
-    public = {
-        name
-        for name in vars(Backend)
-        if not name.startswith("_") and callable(getattr(Backend, name))
-    }
-    assert public == left_out | set(BACKEND_CALLS)
-    assert all(hasattr(make_manager(), name) for name in BOUNDARY_CALLS)
-    assert {"start_group", "commit_group"} <= set(vars(boundary))
 
 
 # A program without marks

@@ -20,6 +20,7 @@ from megatron_offload.engine.marks import Marks
 from megatron_offload.engine.stats import GroupStats, StepStats
 
 ROOMY = {"max_inflight_bytes": 64 * KIB, "prefetch_bytes": 64 * KIB}
+FULL_HOST = "the host memory is full"
 FULL = {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}
 
 
@@ -30,7 +31,7 @@ FULL = {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}
         ({"fraction": 0.0, "recompute": ["norm"]}, {"beyond the fraction 0 of its chunk"}),
         ({"fraction": 0.5}, {"beyond the fraction 0.5 of its chunk"}),
         (ROOMY, {"needed too soon in backward"}),
-        ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {"the host memory is full"}),
+        ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {FULL_HOST}),
     ],
 )
 def test_every_kept_byte_has_its_reason(settings, reasons):
@@ -44,6 +45,7 @@ def test_every_kept_byte_has_its_reason(settings, reasons):
         assert sum(group.kept_bytes_by_reason.values()) == group.kept_bytes
     if reasons:
         assert sum(group.kept_bytes for group in groups) > 0
+    assert (manager.last_step.num_refused_blocks > 0) == (FULL_HOST in reasons)
     manager.close()
 
 

@@ -159,38 +159,6 @@ def test_a_leaf_that_outlives_its_graphs_keeps_no_hooks():
         assert not x._backward_hooks
 
 
-@pytest.mark.parametrize("flushes", [True, False])
-def test_delayed_groups_move_when_flushed_unless_their_backward_came_first(flushes):
-    manager = make_manager(begins_chunk=True)
-    x = torch.randn(1024, requires_grad=True)
-    y = in_group(manager, lambda y: (y * 2).exp(), x, delay=True)
-    assert manager.transfers.stats.offloaded_bytes == 0
-    if flushes:
-        manager.flush_delayed_groups()
-        assert manager.transfers.stats.offloaded_bytes == 4096
-    y.sum().backward()
-    assert torch.equal(x.grad, 2 * (2 * x).exp().detach())
-    del y
-    manager.reset()
-    assert (manager.last_step.offloaded_bytes > 0) == flushes
-    assert_nothing_left(manager)
-
-
-@pytest.mark.parametrize("cap_bytes", [0, 24 * KIB, 60 * KIB])
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_over_the_host_cap_tensors_are_kept_and_are_counted(cap_bytes, timing):
-    model = make_model()
-    manager = make_manager(
-        timing, host_memory_bytes=cap_bytes, host_slab_bytes=4 * KIB, prefetch_bytes=0
-    )
-    for _ in range(2):
-        check_steps(model, manager, ORDER)
-        assert manager.last_step.num_refused_blocks > 0
-        assert manager.host_pool.stats.slab_bytes_total <= cap_bytes
-        assert (manager.last_step.offloaded_bytes > 0) == (cap_bytes > 0)
-        assert_nothing_left(manager)
-
-
 def test_forced_release_empties_only_what_was_copied():
     manager = make_manager(min_tensor_bytes=2048, begins_chunk=True)
     kept_alive = torch.randn(1024, requires_grad=True).clone()

@@ -93,21 +93,6 @@ def test_what_needs_a_gradient_needs_it_when_it_is_recomputed():
     assert check(make_manager(min_tensor_bytes=1024), forward).recomputed_bytes == TENSOR_BYTES
 
 
-def test_what_is_made_on_the_way_may_be_changed_behind_the_commit():
-    """Autograd has not saved it, so to change it is allowed."""
-
-    def forward(manager, x):
-        def inner(x):
-            y = make(manager, torch.cos, save(x, x))
-            z = make(manager, lambda y: y * 2.0, y)
-            return y, save(z, z)
-
-        y, z = in_group(manager, inner, x)
-        return z + y.mul_(3.0)
-
-    assert check(make_manager(), forward).recomputed_bytes == TENSOR_BYTES
-
-
 def test_recipes_in_a_row_are_followed_three_deep():
     """Each saves its input. The fourth can't be made of nothing but recipes, so it is offloaded."""
 

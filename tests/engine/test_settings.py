@@ -6,7 +6,7 @@ import pytest
 import torch
 from programs import check_steps, make_config, make_manager, make_model, one_forward_one_backward
 
-from megatron_offload import CPUOffload, OffloadActivations, offload_modules
+from megatron_offload import OffloadActivations, offload_modules
 from megatron_offload.config import OffloadConfig
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import validate
@@ -35,23 +35,6 @@ def step_ends(offload):
     loss.backward()
     del loss
     return offload.end_step()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda config: OffloadActivations(min_offload_size=0, config=config),
-        lambda config: CPUOffload(1.0, tag="not enabled", config=config),
-    ],
-    ids=["OffloadActivations", "CPUOffload"],
-)
-def test_a_front_door_whose_configuration_is_not_enabled_moves_nothing(make):
-    CPUOffload.forget("not enabled")
-    offload = make(make_config(enabled=False))
-    for _ in range(2):
-        step_ends(offload)
-    assert offload.last_step.offloaded_bytes == 0
-    CPUOffload.forget("not enabled")
 
 
 def test_groups_without_marks_stop_while_offload_is_disabled():

@@ -13,7 +13,6 @@ from torch import nn
 from zoo import Mlp
 
 import megatron_offload
-from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import (
@@ -192,36 +191,6 @@ def test_contexts_around_and_inside_compiled_code(kind, where):
         context.end_step()
         assert context.last_step.offloaded_bytes > 0
     CPUOffload.forget("compiled")
-
-
-class ByHand(Model):
-    manager = None
-
-    def run_layers(self, x):
-        if self.manager is None:
-            return super().run_layers(x)
-        for layer in self.layers:
-            x = start_group(self.manager, x, "layer")
-            with self.manager:
-                x = layer(x)
-            x = commit_group(self.manager, x, "layer")
-        return x
-
-
-def test_marks_by_hand_inside_compiled_code():
-    expected = train(torch.compile(make_model(ByHand), backend="aot_eager"))
-    model = make_model(ByHand)
-    model.manager = manager = make_manager()
-
-    @contextlib.contextmanager
-    def step():
-        with manager.step():
-            manager.begin_chunk()
-            yield
-
-    assert_same(expected, train(torch.compile(model, backend="aot_eager"), step=step))
-    assert manager.last_step.num_groups == 2
-    assert manager.last_step.offloaded_bytes > 0
 
 
 @pytest.mark.slow

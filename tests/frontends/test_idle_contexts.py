@@ -12,39 +12,19 @@ import torch
 import zoo
 from programs import assert_nothing_left, assert_same, make_config
 from test_compile import Model
-from test_whole_model import TIGHT, make_offload
+from test_whole_model import TIGHT
 from torch import nn
 
 from megatron_offload import OffloadConfig
 from megatron_offload.errors import StateError
 from megatron_offload.frontends import whole_model
 from megatron_offload.frontends.whole_model import (
-    NoOpManager,
     OffloadActivations,
     get_act_offloading_ctx_manager,
 )
 from megatron_offload.memory.host_pool import HostPool
 
 pytestmark = pytest.mark.usefixtures("no_collector")
-
-
-def test_noop_keeps_no_graph_alive():
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    with NoOpManager():
-        y = Watched.apply(torch.randn(8, requires_grad=True))
-    reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
-    del y
-    assert reference.expired()
 
 
 @pytest.fixture
@@ -131,13 +111,23 @@ def test_contexts_that_exist_together_share_nothing():
     assert OffloadActivations().manager is left
 
 
-def test_a_context_isn_t_closed_inside_of_itself_unless_an_exception_ends_it():
+@pytest.mark.parametrize("handled", [ValueError(), None], ids=repr)
+def test_a_context_isn_t_closed_inside_of_itself_unless_an_exception_ends_it(handled):
     x, offload = torch.ones(64, 64, requires_grad=True), OffloadActivations(min_offload_size=1)
-    with offload:
-        y = x.sin()
-        with pytest.raises(StateError, match="leave the context, call backward"):
-            offload.close()
-    y.sum().backward()
+
+    def close_inside():
+        with offload:
+            y = x.sin()
+            with pytest.raises(StateError, match=r"close\(\) inside of the context"):
+                offload.close()
+        y.sum().backward()
+
+    try:
+        if handled:
+            raise handled
+        close_inside()
+    except ValueError:  # of before it was entered
+        close_inside()
     assert torch.equal(x.grad, torch.ones(64, 64).cos())
     with pytest.raises(ZeroDivisionError), offload, contextlib.closing(offload):
         _ = x.sin() / (1 // 0)
@@ -174,20 +164,6 @@ def test_other_settings_get_the_memory_that_nobody_uses():
     del y
     OffloadActivations(max_fwd_stash_size=7, config=config)
     assert pool.stats.slab_bytes_total == 0
-
-
-def test_a_manager_without_owners_gives_its_memory_back():
-    before = slab_bytes()
-    for _ in range(3):
-        offload = make_offload(**TIGHT)
-        with offload:
-            loss = torch.ones(64, 64, requires_grad=True).exp().exp().sum()
-        loss.backward()
-        del loss
-        assert offload.end_step()
-        assert slab_bytes() > before
-        del offload
-        assert slab_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -186,15 +186,6 @@ def test_a_graph_of_the_whole_step_is_captured_when_the_plan_is_found(found, pol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("then", "status"), [("raise", 1), ("7", 7)])
-def test_what_the_script_raises_and_its_exit_status_pass_through(launch, then, status):
-    done = launch("0.16", *job("0.16", "--then", then))
-    assert done.returncode == status
-    assert ("RuntimeError: the job's own" in done.stderr) == (status == 1)
-    assert done.stderr.count("megatron-offload: nothing was offloaded") == (status == 7)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "modules"),
     [

@@ -95,20 +95,6 @@ def test_measuring_and_the_page_can_be_left_out(compare, monkeypatch, tmp_path, 
     assert rank["peak_live_activation_bytes"] is None
 
 
-@pytest.mark.slow
-def test_train_takes_megatrons_flags(tmp_path):
-    flags = ["--fine-grained-activation-offloading", "--offload-modules", "mlp_act", "layer"]
-    settings = (*ONE_RANK, "offload.policy.kind=modules")
-    status, err = run(["train", *flags, *words(tmp_path, *settings)[1:]])
-    assert status == 0, err
-    steps = lines(tmp_path)
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    for step in steps:
-        (rank,) = step["ranks"]
-        assert step["tokens"] == 2 * 8
-        assert {group["name"] for group in rank["groups"]} == {"mlp_act", "layer"}
-
-
 LONG = "run.steps=100"
 """Enough for one plan."""
 
