@@ -101,6 +101,17 @@ def everything_moves(request, monkeypatch):
         monkeypatch.setattr(OffloadConfig, "without_offload", lambda config: config)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_the_next():
+    """Forget tags and groups of operations, which are the process's."""
+    yield
+    if ratio := sys.modules.get("megatron_offload.frontends.ratio"):
+        for tag in list(ratio.CPUOffload._tags):
+            ratio.CPUOffload.forget(tag)
+    if operations := sys.modules.get("megatron_offload.integrations.transformer_engine"):
+        operations.reset_operation_groups()
+
+
 @pytest.fixture
 def refused(capsys):
     """Run a command line that is refused; return the one line that says why."""

@@ -53,15 +53,18 @@ def run(arguments, *, program=("-m", "megatron_offload"), **more):
     return done.returncode, done.stderr
 
 
+def steps_of(output):
+    """Return what a run has written of its steps."""
+    return [json.loads(line) for line in (Path(output) / "steps.jsonl").read_text().splitlines()]
+
+
 def numbers(output):
     """Return what must be the same in two runs, by step: losses, norms, last gradients, as bits."""
-    text = (Path(output) / "steps.jsonl").read_text()
-    steps = [json.loads(line) for line in text.splitlines()]
     return {
         step["step"]: (
             repr(step["loss"]),
             repr(step["grad_norm"]),
             [(repr(rank["loss"]), rank["gradients"]) for rank in step["ranks"]],
         )
-        for step in steps
+        for step in steps_of(output)
     }

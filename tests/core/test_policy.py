@@ -41,14 +41,3 @@ def test_every_kept_group_has_a_reason_and_empty_ones_count_for_nothing():
     assert any("fraction 0.5" in reason for reason in reasons)
     assert any("100 bytes" in reason for reason in reasons)
     assert rules.plan(make_profile((0,) * 4)) == {}
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.999, 1.0])
-def test_a_ratio_moves_that_share_of_the_bytes_to_within_a_group(ratio):
-    profile = make_profile(sizes=(192, 128, 64, 320, 256))
-    kept = KeepRules(ratio=ratio).plan(profile)
-    assert all(kept.values())
-    sizes = [group.num_bytes for group in profile.groups]
-    moved = [group.num_bytes for group in profile.groups if group.key not in kept]
-    assert 0 <= ratio * sum(sizes) - sum(moved) < max(sizes)
-    assert moved == sizes[: len(moved)], "the first in the order of the step"

@@ -65,6 +65,18 @@ def test_what_is_pinned_remains_where_lengths_vary(monkeypatch):
     assert manager.host_pool.stats.slab_bytes_total < 2 * before
 
 
+def test_slabs_that_pieces_do_not_fill_are_pinned_once(monkeypatch):
+    model = make_model()
+    manager = make_manager(host_slab_bytes=8 * KIB)  # pieces don't fill one
+    expected = run_step(model, None, ORDER, rows=24)
+    for _ in range(2):  # the first had nothing to learn from, so it needed more
+        assert_same(expected, run_step(model, manager, ORDER, rows=24))
+    pin, _ = watch_pins(manager, monkeypatch)
+    for _ in range(20):
+        assert_same(expected, run_step(model, manager, ORDER, rows=24))
+    pin.assert_not_called()
+
+
 def test_a_trim_gives_everything_back_and_the_next_step_is_right(monkeypatch):
     model = make_model()
     manager = make_manager(host_slab_bytes=4 * KIB)

@@ -114,6 +114,22 @@ def test_a_forward_that_fails_copies_nothing_more():
     assert "activations" not in offload.manager.transfers.stats.by_name
 
 
+def test_on_the_compute_stream_nothing_has_to_be_held_for_copies():
+    offload = OffloadActivations(
+        use_streams=False,
+        min_offload_size=0,
+        manager=make_manager("eager", copy_streams=False, **ROOMY),
+    )
+    x = torch.ones(100, requires_grad=True)
+    with offload:
+        y = x
+        for index in range(4):
+            y = y.exp()
+            assert offload.manager.window.num_inflight == 0
+            assert offload.manager.host_pool.alone.peak()[0] == 400 * index, "all but the last"
+    y.sum().backward()
+
+
 class Wrapped(nn.Module):
     def __init__(self, **inner):
         super().__init__()

@@ -13,6 +13,7 @@ from torch import nn
 from zoo import Mlp
 
 import megatron_offload
+from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import (
@@ -190,7 +191,36 @@ def test_contexts_around_and_inside_compiled_code(kind, where):
     if kind != "none":
         context.end_step()
         assert context.last_step.offloaded_bytes > 0
-    CPUOffload.forget("compiled")
+
+
+class ByHand(Model):
+    manager = None
+
+    def run_layers(self, x):
+        if self.manager is None:
+            return super().run_layers(x)
+        for layer in self.layers:
+            x = start_group(self.manager, x, "layer")
+            with self.manager:
+                x = layer(x)
+            x = commit_group(self.manager, x, "layer")
+        return x
+
+
+def test_marks_by_hand_inside_compiled_code():
+    expected = train(torch.compile(make_model(ByHand), backend="aot_eager"))
+    model = make_model(ByHand)
+    model.manager = manager = make_manager()
+
+    @contextlib.contextmanager
+    def step():
+        with manager.step():
+            manager.begin_chunk()
+            yield
+
+    assert_same(expected, train(torch.compile(model, backend="aot_eager"), step=step))
+    assert manager.last_step.num_groups == 2
+    assert manager.last_step.offloaded_bytes > 0
 
 
 @pytest.mark.slow
@@ -248,7 +278,6 @@ def test_a_context_is_given_a_model_that_is_compiled_before_or_later(order):
 @pytest.mark.parametrize("moves", [True, False])
 def test_settings_of_operations_hold_in_compiled_code(moves):
     expected = train(torch.compile(make_model(), backend="aot_eager"))
-    policy.reset_operation_groups()
     groups = policy.operation_groups(manager=make_manager())
     model = make_model()
     for layer in model.layers:
@@ -256,7 +285,6 @@ def test_settings_of_operations_hold_in_compiled_code(moves):
     assert_same(expected, train(torch.compile(model, backend="aot_eager")))
     groups.end_step_if_over()
     assert (groups.manager.last_step.offloaded_bytes > 0) is moves
-    policy.reset_operation_groups()
 
 
 def test_a_full_graph_is_refused_with_where_to_read_on():

@@ -103,7 +103,6 @@ def test_a_copy_of_a_share_is_of_the_same_tag(duplicate):
     twin = duplicate(context)
     assert (twin.offload_ratio, twin.tag) == (0.5, "copied")
     assert twin._groups is context._groups
-    CPUOffload.forget("copied")
 
 
 def test_a_share_that_comes_out_of_a_file_has_its_settings():
@@ -114,7 +113,6 @@ def test_a_share_that_comes_out_of_a_file_has_its_settings():
     assert model.context._groups.manager.config.host_slab_bytes == 4096
     gradients(model)
     assert model.context.end_step()
-    CPUOffload.forget("saved")
 
 
 @WAYS

@@ -19,10 +19,7 @@ from megatron_offload import (
 )
 from megatron_offload.errors import ConfigError, IntegrationError, StateError
 from megatron_offload.frontends.around import _UNFOLLOWED, followed
-from megatron_offload.integrations.transformer_engine import (
-    operation_groups,
-    reset_operation_groups,
-)
+from megatron_offload.integrations.transformer_engine import operation_groups
 from megatron_offload.observe.verdicts import say_last
 
 SOME = {
@@ -35,13 +32,6 @@ SOME = {
     "rows": [{"site": "mlp", "offload": 2}],
 }
 """Values where no number will do."""
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    yield
-    CPUOffload.forget("a tag")
-    reset_operation_groups()
 
 
 DOORS = {

@@ -13,13 +13,6 @@ from megatron_offload import recomputable
 from megatron_offload.frontends.ratio import CPUOffload, get_tensor_memory
 
 
-@pytest.fixture(autouse=True)
-def _no_tags():
-    yield
-    for tag in list(CPUOffload._tags):
-        CPUOffload.forget(tag)
-
-
 def config(timing="late", **settings):
     return make_config(timing, **{"max_inflight_bytes": None, "prefetch_bytes": None, **settings})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from training_runs import run, words
+from training_runs import run, steps_of, words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -26,7 +26,6 @@ def test_a_comparison_finds_the_same_bits(num_gpus, tmp_path):
     status, err = run(["compare", *chosen])
     assert status == 0, err
     assert json.loads((tmp_path / "compare.json").read_text())["findings"]
-    last = (tmp_path / "with_offload" / "steps.jsonl").read_text().splitlines()[-1]
-    for rank in json.loads(last)["ranks"]:
+    for rank in steps_of(tmp_path / "with_offload")[-1]["ranks"]:
         assert rank["offloaded_bytes"] > 0
         assert rank["peak_reserved_bytes"] > 0

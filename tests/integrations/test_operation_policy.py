@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from programs import TWO_TIMINGS, make_manager
+from programs import TWO_TIMINGS, Keep, make_manager
 from small_fuser import BYTES, CHOICES, ROWS, WIDTH, choose, fused, gradient, moved, separate
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -122,16 +122,8 @@ def test_without_grad_nothing_is_entered(manager):
     assert not vars(policy._entered).get("stack")
 
 
-class Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, *tensors):
-        ctx.save_for_backward(*tensors)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert all(t is None or t.isfinite().all() for t in ctx.saved_tensors)
-        return grad * 2, *[None] * len(ctx.saved_tensors)
+def save_in(x, *tensors):
+    return Keep.apply(x, [], *tensors)
 
 
 def ended_step(run):
@@ -147,7 +139,7 @@ def ended_step(run):
 
 
 def save(*tensors):
-    step, _ = ended_step(lambda x, _: Save.apply(x, *tensors))
+    step, _ = ended_step(lambda x, _: save_in(x, *tensors))
     return step.offloaded_bytes
 
 
@@ -177,15 +169,15 @@ def test_a_copy_may_begin_when_its_producer_is_done(tells):
         if tells:
             policy.start_offload(first, None)
         manager.backend.advance_compute(1000.0)
-        return Save.apply(x, first)
+        return save_in(x, first)
 
     def two(x, manager):
         first = torch.randn(1 << 10)
         if tells:
             policy.start_offload(first, None)
-        y = Save.apply(x, first)
+        y = save_in(x, first)
         manager.backend.advance_compute(1000.0)  # work that comes later in the same group
-        z = Save.apply(y, torch.randn(4))
+        z = save_in(y, torch.randn(4))
         if tells:
             policy.start_offload()
         return z
@@ -200,10 +192,10 @@ def test_a_storage_of_which_only_a_part_is_ready_waits_for_the_rest():
     def run(x, manager):
         first, second = torch.randn(2, 512).unbind()
         policy.start_offload(first)
-        y = Save.apply(x, first)
+        y = save_in(x, first)
         manager.backend.advance_compute(1000.0)
         second.data.copy_(torch.randn(512))
-        return Save.apply(y, second.detach())
+        return save_in(y, second.detach())
 
     assert ended_step(run)[1] >= 1000.0
 
@@ -216,10 +208,10 @@ def test_a_mark_that_went_stale_is_not_heeded(change):
         if change == "in place":
             first.add_(1.0)
         else:
-            assert Save.apply(x, first) is not None  # and its graph is dropped
+            assert save_in(x, first) is not None  # and its graph is dropped
             manager.window.drain()
         manager.backend.advance_compute(1000.0)
-        return Save.apply(x, first)
+        return save_in(x, first)
 
     assert ended_step(run)[1] >= 1000.0
 
@@ -238,4 +230,3 @@ def test_bad_arguments():
         policy.set_activation_offloading(nn.Linear(2, 2), 1)
     with pytest.raises(ValueError, match="exist"):
         policy.operation_groups(manager=make_manager())
-    policy.reset_operation_groups()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import types
 
@@ -46,6 +47,16 @@ class _Linear(torch.autograd.Function):
         return grad @ (data * scale).T, x.T @ grad * 0.5, None
 
 
+def patched(modules):
+    """Return what is under the names that are patched."""
+    grouped = modules.grouped_linear._GroupedLinear
+    return [
+        modules.linear.quantize_weight,
+        vars(grouped)["_prepare_weights_for_grouped_tensor_gemm"],
+        modules.base.TransformerEngineBaseModule.get_weight_workspace,
+    ]
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """Modules with the names and habits of TransformerEngine's."""
@@ -69,8 +80,12 @@ def modules(monkeypatch):
     found["grouped_linear"].GroupedLinear = found["grouped_linear"]._GroupedLinear = GroupedLinear
     found["layernorm_mlp"].LayerNormMLP = object
     found["base"].TransformerEngineBaseModule = TransformerEngineBaseModule
-    yield types.SimpleNamespace(**found)
-    transformer_engine.uninstall()
+    namespace = types.SimpleNamespace(**found)
+    before = patched(namespace)
+    yield namespace
+    for _ in range(2):
+        transformer_engine.uninstall()
+    assert all(map(operator.is_, patched(namespace), before))
 
 
 def gradients(module, around=None):
@@ -98,35 +113,14 @@ def test_only_the_activation_moves(modules, timing, kind):
 
 
 def test_grouped_weights_and_those_of_earlier_versions_are_marked_too(modules):
-    transformer_engine.install()
+    for _ in range(2):
+        transformer_engine.install()
     grouped = modules.grouped_linear._GroupedLinear
     results, _ = grouped._prepare_weights_for_grouped_tensor_gemm([torch.ones(2), torch.ones(2)])
     earlier = modules.base.TransformerEngineBaseModule().get_weight_workspace(tensor=torch.ones(2))
     for storage in (*results, earlier):
         assert storage.data._do_not_offload
         assert storage.scale._do_not_offload
-
-
-def test_names_are_put_back(modules):
-    grouped = modules.grouped_linear._GroupedLinear
-
-    def present():
-        return [
-            modules.linear.quantize_weight,
-            vars(grouped)["_prepare_weights_for_grouped_tensor_gemm"],
-            modules.base.TransformerEngineBaseModule.get_weight_workspace,
-        ]
-
-    found = present()
-    for _ in range(2):
-        transformer_engine.install()
-        installed = present()
-        assert all(one is not other for one, other in zip(installed, found, strict=True))
-        transformer_engine.install()
-        assert all(one is other for one, other in zip(present(), installed, strict=True))
-        transformer_engine.uninstall()
-        transformer_engine.uninstall()
-        assert all(one is other for one, other in zip(present(), found, strict=True))
 
 
 def test_a_library_that_is_being_imported_is_left_alone(modules, monkeypatch):

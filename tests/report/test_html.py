@@ -216,6 +216,13 @@ def test_the_highest_rank_of_each_run_counts():
         assert pair.change is None, "a change needs both"
 
 
+def test_on_a_gpu_reserved_memory_and_time_are_compared():
+    report = gpu_report()
+    assert [kind.name for kind in report.memory][:2] == ["reserved memory", "allocated memory"]
+    assert report.memory[0].highest == (38 * GIB, 30 * GIB)
+    assert round(report.step_time_s.change, 3) == 0.004
+
+
 def test_groups_are_added_up_and_say_what_moved_and_why_the_rest_was_kept():
     kept = {"why": GIB, "more": GIB + GIB // 2}
     ranks = (

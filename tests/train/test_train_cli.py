@@ -94,6 +94,7 @@ def test_a_folder_of_any_name_is_printed_as_it_is(file, tmp_path, monkeypatch, p
     ],
 )
 def test_a_word_about_offload_means_on_and_is_never_unheard(file, words, refused):
+    assert config_of("train", "--config", str(file)).offload.enabled, "a section means on"
     plain = file.read_text().partition("offload:")[0]
     file.write_text(plain)
     assert not config_of("train", "--config", str(file)).offload.enabled

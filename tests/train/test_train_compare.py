@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from training_runs import be_the_rank, numbers, run, words
+from training_runs import be_the_rank, numbers, run, steps_of, words
 from traps import lose_a_bit
 
 from megatron_offload.cli import compare as compare_command
@@ -27,10 +27,6 @@ def compare(monkeypatch, tmp_path):
         return status, json.loads((tmp_path / "compare.json").read_text())["findings"]
 
     return compare
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def test_compare_finds_every_step_equal_and_memory_lower(compared):
     assert memory.endswith("The device is simulated, so speed is not judged.")
     assert following.startswith("Next: ")
     assert not re.search(r"\d ms|tokens/s|%", out)
-    without, offloaded = (lines(folder / f"{x}_offload") for x in ("without", "with"))
+    without, offloaded = (steps_of(folder / f"{x}_offload") for x in ("without", "with"))
     for a, b in zip(without, offloaded, strict=True):
         assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
         assert [x["gradients"] for x in a["ranks"]] == [x["gradients"] for x in b["ranks"]]
@@ -75,11 +71,11 @@ def test_a_lost_bit_in_a_reload_makes_compare_say_no(compare, monkeypatch, tmp_p
     status, findings = compare("offload.simulated.copy_timing=eager")
     assert status == 1
     assert not any(findings.values())
-    numbers = [lines(tmp_path / f"{x}_offload")[0]["loss"] for x in ("without", "with")]
+    numbers = [steps_of(tmp_path / f"{x}_offload")[0]["loss"] for x in ("without", "with")]
     assert numbers[0] == numbers[1], "the first forward had nothing to reload"
     said = capfd.readouterr().err
     assert said.count("step 2/3 ") == 1, "each step once"
-    assert f"DIFFERENT: without, loss {lines(tmp_path / 'without_offload')[1]['loss']!r}" in said
+    assert f"DIFFERENT: without, loss {steps_of(tmp_path / 'without_offload')[1]['loss']!r}" in said
     assert not re.search(r"\d ms|tokens/s|%", said), "its speed means nothing"
 
 
@@ -91,7 +87,7 @@ def test_measuring_and_the_page_can_be_left_out(compare, monkeypatch, tmp_path, 
     assert re.search(r"^report: left out: .* pip install jinja2$", out, re.MULTILINE)
     assert status == 0
     assert all(findings.values())
-    (rank,) = lines(tmp_path / "with_offload")[-1]["ranks"]
+    (rank,) = steps_of(tmp_path / "with_offload")[-1]["ranks"]
     assert rank["peak_live_activation_bytes"] is None
 
 
@@ -112,7 +108,7 @@ def test_all_ranks_follow_the_rows_that_were_found_and_bits_are_identical(tmp_pa
     assert len(found.stages) == 2
     assert all(stage.followed for stage in found.stages)
     assert errors.count(found.followed) == 1, "it is said once"
-    steps = [json.loads(line) for line in (output / "steps.jsonl").read_text().splitlines()]
+    steps = steps_of(output)
     planned = [step["ranks"][0]["is_planned_by"] for step in steps]
     assert planned == sorted(planned, reverse=True)
     assert 11 < sum(planned) < 99

@@ -62,19 +62,6 @@ def test_every_field_says_what_it_is():
             assert field.description or re.fullmatch("simulated", name), name
 
 
-@pytest.mark.parametrize(
-    ("sections", "is_on"),
-    [
-        ({}, False),
-        ({"offload": {}}, True),
-        ({"offload": {"fraction": 0.5}}, True),
-        ({"offload": {"fraction": 0.5, "enabled": False}}, False),
-    ],
-)
-def test_a_section_for_offload_means_on(sections, is_on):
-    assert build(**sections).offload.enabled is is_on
-
-
 @pytest.mark.parametrize("key", ["modules", "recompute"])
 def test_a_pattern_that_matches_on_no_rank_is_refused(key):
     names = {"", "decoder", "decoder.layers.0.mlp", "output_layer"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from training_runs import numbers
+from training_runs import numbers, steps_of
 
 from megatron_offload.core.trace import ByteCount, read_traces
 
@@ -20,7 +18,7 @@ ONE_RANK = ("parallel.pipeline=1", "parallel.virtual=1", "run.steps=5", "offload
 def test_a_row_of_a_marked_group_offloads_it(train, tmp_path):
     rows = "offload={rows: [{site: qkv_linear, offload: all}], min_tensor_bytes: 0}"
     train(tmp_path, rows, "run.steps=1")
-    assert json.loads((tmp_path / "steps.jsonl").read_text())["ranks"][0]["offloaded_bytes"] > 0
+    assert steps_of(tmp_path)[0]["ranks"][0]["offloaded_bytes"] > 0
 
 
 def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(train, tmp_path):
@@ -29,8 +27,7 @@ def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(tr
     assert numbers(tmp_path / "traced") == numbers(tmp_path / "plain")
     assert not list((tmp_path / "plain").glob("trace_*"))
     trace = read_traces(tmp_path / "traced/trace_0.json")[0]
-    lines = (tmp_path / "traced/steps.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+    steps = steps_of(tmp_path / "traced")
     (rank,) = steps[2]["ranks"]
     assert trace.num_bytes["d2h"] == rank["offloaded_bytes"] > 0
     assert trace.num_bytes["h2d"] == rank["reloaded_bytes"]
@@ -45,7 +42,7 @@ def test_a_traced_step_is_bitwise_identical_and_is_the_one_that_was_asked_for(tr
 
 def test_a_short_run_traces_its_last_step(train, tmp_path):
     train(tmp_path, "run.trace_step=100", "run.steps=2", "offload.fraction=0.5")
-    last = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
+    last = steps_of(tmp_path)[-1]
     trace = read_traces(tmp_path / "trace_0.json")[0]
     assert trace.num_bytes["d2h"] == last["ranks"][0]["offloaded_bytes"] > 0
 
