@@ -1,4 +1,4 @@
-"""The site: its menu has every page, its reference every key, and a dead link fails its build."""
+"""The site: its menu has every page, and its reference every key."""
 
 from __future__ import annotations
 
@@ -126,25 +126,3 @@ def test_pages_fit_a_phone_say_no_error_and_are_searched_without_a_network(brows
     sent = [one["params"] for one in asked if one["method"] == "Network.requestWillBeSent"]
     urls = [one["request"]["url"] for one in sent]
     assert [url for url in urls if url.startswith(("http", "ws")) and address not in url] == []
-
-
-@pytest.mark.slow
-@needs_mkdocs
-@pytest.mark.timeout(300)
-def test_dead_links_and_pages_in_no_menu_fail_the_build(tmp_path):
-    for path in ROOT.iterdir():
-        if path.name not in ("docs", "site"):
-            (tmp_path / path.name).symlink_to(path)
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    for path in (ROOT / "docs").iterdir():
-        if path.name != "ratio.md":
-            (docs / path.name).symlink_to(path)
-    (docs / "ratio.md").write_text("# Share\n[a](nowhere.md) [b](moe.md#nothing) [c](../none.md)\n")
-    (docs / "orphan.md").write_text("# Orphan\n")
-    done = build(tmp_path, tmp_path / "out")
-    assert done.returncode != 0
-    assert "orphan.md" in done.stderr
-    warnings = [line for line in done.stderr.splitlines() if "WARNING" in line]
-    for wrong in ("nowhere.md", "#nothing", "../none.md", 'not included in the "nav"'):
-        assert any(wrong in line for line in warnings), wrong

@@ -60,16 +60,3 @@ def test_file_has_no_old_word(name):
         for number, word, instead in found_in(text)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("remade_bytes = 0", "remade"),
-        ("def is_settled(self):", "settled"),
-        ("# it makes it again", "makes it again"),
-        ("stats.held_elsewhere_bytes", "elsewhere"),
-    ],
-)
-def test_old_word_is_found(line, word):
-    assert [found[1] for found in found_in(line)] == [word]

@@ -53,3 +53,4 @@ def test_every_event_of_one_group_comes_in_its_order():
     assert set(names(noting)) == set(EVENTS)
     told = [args for name, *args in noting.events if name.endswith("issued")]
     assert told == [[what, "g[chunk 0, group 0]"] for what in ("d2h", Wait.W2, "h2d", Wait.W4)]
+    assert manager.observers == []

@@ -18,7 +18,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_offload import offload_modules
 from megatron_offload.errors import InPlaceModificationError
-from megatron_offload.integrations.transformer_engine import mark_not_offload
 
 
 def saved_and_back(offload, make):
@@ -54,21 +53,6 @@ def test_wrappers_in_wrappers_move_too():
     )
     assert_same([b, c], [back.a.b, back.b.a])
     assert offload.last_step.offloaded_bytes == 4 * a.nbytes
-
-
-def test_a_wrapper_that_was_opted_out_is_kept_with_its_parts():
-    offload, full = make_offload(**TIGHT), torch.randn(40, 40)
-
-    def make(mark):
-        tensor = TwoTensor(full.clone(), torch.randn(40, 40))
-        mark(tensor)
-        return tensor
-
-    for mark in (lambda tensor: setattr(tensor, "_do_not_offload", True), mark_not_offload):
-        assert torch.equal(saved_and_back(offload, lambda mark=mark: make(mark)).a, full)
-        assert offload.last_step.offloaded_bytes == 0
-    tensor = make(mark_not_offload)
-    assert all(part._do_not_offload for part in (tensor, tensor.a, tensor.b))
 
 
 def test_what_backward_was_handed_outlives_the_release():
