@@ -143,23 +143,6 @@ def test_the_error_text_names_labels_and_order_numbers():
     )
 
 
-@pytest.mark.parametrize(
-    ("wait", "timing"),
-    [
-        (Wait.W2, "late"),
-        (Wait.W3, "late_d2h_eager_h2d"),
-        (Wait.W4, "late"),
-        (Wait.W4, "eager_d2h_late_h2d"),
-        (Wait.W5, "eager_d2h_late_h2d"),
-    ],
-)
-def test_a_missing_wait_gives_a_wrong_value_in_the_timing_made_for_it(wait, timing):
-    backend = make(timing, check_hazards=False, without=[wait])
-    tensor, value = PROGRAMS[wait](backend)
-    assert not torch.equal(tensor, filled(value))
-    assert backend.hazards == []
-
-
 # What counts as ordered.
 
 

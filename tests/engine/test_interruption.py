@@ -181,24 +181,6 @@ def test_memory_that_can_not_be_had_comes_later_or_from_what_is_in_flight(monkey
     assert manager.last_step.num_memory_shortages > 0
 
 
-def test_what_a_reload_has_got_is_given_back_where_the_rest_can_not_be_had(monkeypatch):
-    model, manager = make_model(), make_manager(max_inflight_bytes=0, prefetch_bytes=16 * KIB)
-    check_steps(model, manager, ORDER)
-    empty_like, fails_at = manager.backend.empty_device_like, [2, 6]
-    made = []  # so that no identity is used again
-
-    def empty_like_and_fail_twice(host):
-        if len(made) in fails_at:
-            fails_at.remove(len(made))
-            raise torch.OutOfMemoryError
-        made.append(empty_like(host))
-        return made[-1]
-
-    monkeypatch.setattr(manager.backend, "empty_device_like", empty_like_and_fail_twice)
-    check_steps(model, manager, ORDER)
-    assert manager.last_step.num_memory_shortages == 2
-
-
 def test_memory_that_can_not_be_had_at_all_is_an_error_and_the_next_step_works(monkeypatch):
     model, manager = make_model(), make_manager()
     with monkeypatch.context() as context:

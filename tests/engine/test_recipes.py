@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_manager, twice
-from recipe_programs import ROWS, TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
+from recipe_programs import TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
 
 
 def dropout_of_norm(x):
@@ -101,16 +101,6 @@ def test_recipes_in_a_row_are_followed_three_deep():
         assert stats.recomputed_bytes == 4 * TENSOR_BYTES
         assert stats.refused_recipe_bytes == {"more than 3 recipes in a row": TENSOR_BYTES}
         assert check(make_manager(timing, checking=True), unsaved).recomputed_bytes == TENSOR_BYTES
-
-
-@pytest.mark.parametrize("settings", [{}, {"checking": True}], ids=str)
-def test_an_output_of_which_the_end_is_saved_is_recomputed(settings):
-    @one_group
-    def forward(manager, x):
-        end = make(manager, torch.cos, save(x, x))[ROWS // 2 :]
-        return save(end, end).sum() + x
-
-    assert check(make_manager(**settings), forward).recomputed_bytes == TENSOR_BYTES // 2
 
 
 def test_two_consumers_share_what_is_recomputed():
