@@ -90,21 +90,6 @@ def test_every_module_is_in_some_set():
     assert alone == set(MODULES) - {"attn_proj"}
 
 
-def test_combinations_are_all_there_once():
-    todo = parse().todo
-    assert len(todo) == 2 * 3 * sum(map(len, check_bitwise.SETS.values()))
-    assert len({each["id"] for each in todo}) == len(todo)
-    assert (parse().sizes["layers"], parse().ranks, parse().sizes["seq"]) == (16, 4, 2048)
-    assert len(parse("--budgets", "1MiB/2MiB", "auto").todo) == 2 * len(todo)
-
-
-def test_combinations_can_be_chosen():
-    only = ("--models", "dense", "moe", "--only", "*:layer", "moe:router")
-    todo = parse("--vpp", "2", "--dtypes", "bf16", *only).todo
-    assert [each["id"].split()[2] for each in todo] == ["dense:layer", "moe:router", "moe:layer"]
-    assert [each["model"] for each in parse("--models", "fused").todo] == ["fused"] * 6
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
