@@ -113,6 +113,20 @@ def test_what_the_device_has_no_memory_for_is_left_until_its_backward():
     assert [one for one in asked if "reload" in one] == ["late reload 0"]
 
 
+def test_under_limits_that_were_set_the_clock_counts_from_the_first_backward_on():
+    paper = Paper(20, 20)
+    paper.decisions.begin_step(profile_of())
+    (moved,) = paper.forward(10)
+    paper.decisions.tick(100)
+    assert moved.state is GroupState.OFFLOADING
+    other = PlainGroup(GroupKey(1, 0), "g", paper.budget)
+    paper.decisions.start(other)
+    paper.decisions.commit(other)
+    paper.decisions.enter_backward(other)
+    paper.decisions.tick(1)
+    assert moved.state is GroupState.ON_HOST
+
+
 def test_a_graph_that_outlives_its_step_counts_for_nothing():
     paper = Paper(0, 10)
     paper.decisions.begin_step(None)

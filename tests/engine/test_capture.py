@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -19,7 +20,10 @@ from programs import (
     make_model,
     run_step,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from megatron_offload import OffloadActivations
 from megatron_offload.engine.observer import Observer
 from megatron_offload.errors import StateError
 from megatron_offload.integrations.megatron_search import MegatronSearch
@@ -193,3 +197,35 @@ def test_a_region_that_a_graph_has_is_never_allocated_again():
     pinned_bytes = pool.stats.slab_bytes_total
     pool.recover(lambda _: 0)
     assert pool.stats.slab_bytes_total == pinned_bytes
+
+
+@pytest.mark.parametrize("timing", ["late", "random"])
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_a_program_without_marks_is_captured_too(has_checkpoints, timing):
+    manager = make_capturing(timing, policy={"kind": "modules"})
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(32, 64)
+    context = OffloadActivations(manager=manager)
+
+    def take_step(context):
+        model.zero_grad()
+        with context:
+            y = x
+            for layer in model:
+                y = checkpoint(layer, y, use_reentrant=False) if has_checkpoints else layer(y)
+        y.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = take_step(nullcontext())
+    for _ in range(3):
+        take_step(context)
+        assert context.end_step()
+    with manager.backend.capture():
+        assert_same(expected, take_step(context))
+        assert context.end_step()
+    assert manager.last_step.is_captured
+    assert manager.last_step.reloaded_bytes > 0
+    assert_same(expected, take_step(context))
+    assert context.end_step()
+    assert_nothing_left(manager)

@@ -176,6 +176,16 @@ def test_a_program_ends_as_without_offload(program):
         assert all(map(torch.equal, expected, found)), (expected, found)
 
 
+def test_a_copy_that_fails_is_tried_once():
+    manager = make_manager()
+    backend = manager.backend
+    copies = [(torch.empty(4), torch.empty(8))]
+    backend.d2h_stream._queue.append((backend.d2h_stream._clock, copies))
+    with pytest.raises(RuntimeError, match="size"):
+        backend.sync_copies()
+    backend.sync_copies()
+
+
 def test_a_graph_that_goes_runs_nothing_that_swallows_an_interrupt():
     manager = make_manager(max_inflight_bytes=0, prefetch_bytes=0, begins_chunk=True)
     x = torch.randn(SIZE, requires_grad=True)

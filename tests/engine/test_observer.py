@@ -1,17 +1,19 @@
-"""What observers are given, and in which order."""
+"""What observers are given, in which order, and that nothing else changes."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from functools import partialmethod
 
 import torch
-from programs import in_group, make_manager
+from programs import check_steps, in_group, make_manager, make_model, one_forward_one_backward
 
 from megatron_offload.backends.base import Wait
 from megatron_offload.engine.observer import Observer
 from megatron_offload.recompute.recipes import recomputable
 
+ORDER = one_forward_one_backward(2, depth=1)
 EVENTS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
 
 
@@ -53,4 +55,13 @@ def test_every_event_of_one_group_comes_in_its_order():
     assert set(names(noting)) == set(EVENTS)
     told = [args for name, *args in noting.events if name.endswith("issued")]
     assert told == [[what, "g[chunk 0, group 0]"] for what in ("d2h", Wait.W2, "h2d", Wait.W4)]
+
+
+def test_two_are_reported_the_same_and_bits_are_identical():
+    model, manager, both = make_model(), make_manager(), (Noting(), Noting())
+    with manager.observed_by(*both):
+        check_steps(model, manager, ORDER)
+    assert both[0].events == both[1].events
+    counts = Counter(names(both[0]))
+    assert counts["group_starts"] * 3 == counts["boundary_passed"] == 36
     assert manager.observers == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,6 +100,33 @@ def test_marked_groups_belong_to_one_thread():
     manager.reset()
     in_thread(manager.begin_chunk)
     assert_nothing_left(manager)
+
+
+def test_threads_that_race_are_right_or_refused():
+    models = [run(torch.enable_grad())[1] for _ in range(4)]
+    x = torch.linspace(-1, 1, 128).view(4, 32)
+    expected = torch.autograd.grad(models[0](x).sum(), list(models[0].parameters()))
+    context, start = make_whole(), threading.Barrier(len(models))
+
+    def train(model):
+        start.wait()
+        for _ in range(20):
+            try:
+                with context:
+                    loss = model(x).sum()
+            except StateError:
+                continue
+            yield torch.autograd.grad(loss, list(model.parameters()))
+            del loss
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        results = list(pool.map(lambda model: list(train(model)), models))
+    assert any(results)
+    for found in results:
+        for gradients in found:
+            assert_same(expected, gradients)
+    context.end_step()
+    assert_nothing_left(context.manager)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

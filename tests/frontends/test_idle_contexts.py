@@ -12,7 +12,7 @@ import torch
 import zoo
 from programs import assert_nothing_left, assert_same, make_config
 from test_compile import Model
-from test_whole_model import TIGHT
+from test_whole_model import TIGHT, make_offload
 from torch import nn
 
 from megatron_offload import OffloadConfig
@@ -164,6 +164,20 @@ def test_other_settings_get_the_memory_that_nobody_uses():
     del y
     OffloadActivations(max_fwd_stash_size=7, config=config)
     assert pool.stats.slab_bytes_total == 0
+
+
+def test_a_manager_without_owners_gives_its_memory_back():
+    before = slab_bytes()
+    for _ in range(3):
+        offload = make_offload(**TIGHT)
+        with offload:
+            loss = torch.ones(64, 64, requires_grad=True).exp().exp().sum()
+        loss.backward()
+        del loss
+        assert offload.end_step()
+        assert slab_bytes() > before
+        del offload
+        assert slab_bytes() == before
 
 
 @pytest.mark.parametrize(
