@@ -79,6 +79,20 @@ def test_what_it_is_made_of_is_reloaded_before_it():
     assert stats.by_name["source"].reloaded_bytes == 2 * TENSOR_BYTES
 
 
+def test_what_needs_a_gradient_needs_it_when_it_is_recomputed():
+    """A product of matrices has another kernel where the smaller of the two needs none."""
+
+    def asks(*given):
+        return given[0] * (2 if all(x.requires_grad for x in given) else 3)
+
+    @one_group
+    def forward(manager, x):
+        weights = torch.ones(WIDTH, requires_grad=True), torch.nn.Parameter(torch.ones(WIDTH))
+        return save(save(x, x), make(manager, asks, x, *weights))
+
+    assert check(make_manager(min_tensor_bytes=1024), forward).recomputed_bytes == TENSOR_BYTES
+
+
 def test_recipes_in_a_row_are_followed_three_deep():
     """Each saves its input. The fourth can't be made of nothing but recipes, so it is offloaded."""
 
