@@ -38,8 +38,9 @@ one another, as in ``prefetch_bytes=2GiB|1GiB``, are those of pipeline ranks 0, 
 
 Shape ``lora`` is a Llama of a billion random parameters with adapters (transformers, peft; those
 of ``lora-own`` are of a class of its own), in plain PyTorch. With ``--length`` all steps have so
-many tokens, and one process takes all modes, one after the other. Else each step has a length drawn from a fourth of ``--seq`` to ``--seq``, ``ms``
-is the mean of the measured steps, and lines behind the table compare all steps one by one.
+many tokens, and one process takes all modes, one after the other. Else each step has a length drawn
+from a fourth of ``--seq`` to ``--seq``, ``ms`` is the mean of the measured steps, and lines behind
+the table compare all steps one by one.
 
 A mode that plans takes more steps at the begin of the warm-up, all of the same microbatches;
 ``--timeout`` has to leave time for them.
