@@ -11,23 +11,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isbuiltin
 from threading import get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megatron_offload.engine.hooks import graph_break, has_modes
 from megatron_offload.memory.nested import first_tensor
-from megatron_offload.model_map.module_hooks import ModuleHook, hook_calls
+from megatron_offload.model_map.module_hooks import ModuleHook, hook_calls, hooks_of, unhook
 from megatron_offload.recompute.rerun import Rerun
 
 _ADAPTED = "peft.tuners.lora.layer.Linear"
 
 saves_alike = dict[Any, bool]()
-"""Whether a rerun that ends in such a layer was seen to save what one in full does, by the code of
-the layer's forward."""
+"""Whether a rerun that ends in such a layer was seen to save what one in full does, by the layer's
+forward."""
 
 
 class NotEnough(BaseException):
@@ -38,11 +40,6 @@ def last_adapted(parts: Sequence[nn.Module]) -> int | None:
     """Return the position of the last layer with peft's LoRA among the parts of a site."""
     names = (f"{type(x).__module__}.{type(x).__qualname__}" for x in parts)
     return max((i for i, name in enumerate(names) if name == _ADAPTED), default=None)
-
-
-def code_of(layer: nn.Module) -> Any:
-    """Return the code of a layer's forward."""
-    return type(layer).forward.__code__
 
 
 def may_end_in(layer: Any) -> bool:
@@ -58,8 +55,15 @@ def may_end_in(layer: Any) -> bool:
     weights = [x for x in (base.weight, base.bias) if x is not None]
     are_frozen = all(type(x) is nn.Parameter and not x.requires_grad for x in weights)
     variants = set(layer.active_adapters) & set(getattr(layer, "lora_variant", ()))
-    replaced = "forward" in vars(layer) or "forward" in vars(base)
+    replaced = not (_has_own_forward(layer) and _has_own_forward(base) and isbuiltin(F.linear))
     return are_frozen and not (layer.disable_adapters or layer.merged or variants or replaced)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is that of its library."""
+    code = getattr(type(module).forward, "__code__", None)
+    file = getattr(sys.modules[type(module).__module__], "__file__", "")
+    return "forward" not in vars(module) and code is not None and code.co_filename == file
 
 
 class _ReplacingHook(ModuleHook):
@@ -74,31 +78,47 @@ class _ReplacingHook(ModuleHook):
 
 @contextmanager
 def ends_in(layer: Any, rerun: Rerun) -> Iterator[None]:
-    """End a rerun inside of a layer, if that is called by this thread and saved for the rerun."""
-    thread, is_inside = get_ident(), False
+    """End a rerun inside of a layer; one for a proof is seen to have saved all when that is over.
+
+    What else than this thread calls, or is saved elsewhere, runs as ever.
+    """
+    thread: int | None = get_ident()
+    state = _OUTSIDE
 
     def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal is_inside
+        nonlocal state
         if get_ident() == thread:
             x, hooks = first_tensor(args), _top_saved_tensors_default_hooks(True)
-            is_plain = type(x) is torch.Tensor and x.dim() > 1 and x.requires_grad
+            is_plain = type(x) is torch.Tensor and x.requires_grad and x.shape[:-1].numel() > 1
             is_saved = hooks is not None and hooks[0] == rerun.keep and not has_modes()
-            is_inside = is_plain and is_saved and not kwargs and len(args) == 1
-            rerun.num_before = len(rerun.made)
+            is_cut = not rerun.proves and is_plain and is_saved and not kwargs and len(args) == 1
+            state, rerun.num_before = _BEFORE_BASE if is_cut else _OUTSIDE, len(rerun.made)
 
     def take_one_row(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor | None:
-        is_ours = is_inside and get_ident() == thread
-        return args[0][(0,) * (args[0].dim() - 2)][:1] if is_ours else None
+        nonlocal state
+        if get_ident() != thread or state is not _BEFORE_BASE:
+            return None
+        state = _CUT
+        return args[0][(0,) * (args[0].dim() - 2)][:1]
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
-        if is_inside and get_ident() == thread and output is not None:
-            rerun.needs_more = True
-            raise NotEnough
+        nonlocal state
+        if get_ident() == thread:
+            before, state = state, _OUTSIDE
+            rerun.num_at_ends.append(len(rerun.made))
+            if before is _CUT:  # what it returns, or has raised, is of one row
+                rerun.needs_more = True
+                raise NotEnough
 
-    handles = hook_calls(layer, begin, end)
-    handles += [layer.base_layer.register_forward_pre_hook(_ReplacingHook(take_one_row))]
     try:
+        hook_calls(layer, begin, end, owner=ends_in)
+        base = layer.base_layer
+        hooks_of(ends_in, base).append(base.register_forward_pre_hook(_ReplacingHook(take_one_row)))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        rerun.is_cut, thread = rerun.is_cut or state is _CUT, None
+        unhook({ends_in}, (layer, layer.base_layer))
+
+
+_OUTSIDE, _BEFORE_BASE, _CUT = range(3)
+"""Where a rerun is that may end in a layer: outside, before its frozen product, behind that."""

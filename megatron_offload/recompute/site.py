@@ -31,7 +31,7 @@ class Site:
             there.
         layout: where its modules had what their forward reads, when that was last seen.
         adapted: the position among them of the last layer with adapters.
-        may_end_early: whether a rerun may end in that: none has shown that more is saved.
+        may_end_early: whether a rerun may end in that: the last proof has saved nothing behind it.
         forms: of what its last call has saved; calls that save the same keep one list.
         counted_share: of the bytes that a call saves, those that it hasn't saved before.
         proof: of what it returns.
@@ -46,7 +46,7 @@ class Site:
         self.refusal, self.fills_late = "", False
         self.layout: ModuleLayout | None = None
         self.adapted: int | None = None
-        self.may_end_early = True
+        self.may_end_early = False
         self.forms: list[Form] = []
         self.counted_share = 1.0
         self.said = set[str]()

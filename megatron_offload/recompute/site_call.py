@@ -31,7 +31,7 @@ from megatron_offload.engine.observer import recompute
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
 from megatron_offload.errors import StateError
 from megatron_offload.memory.storage_ref import StorageRef, is_shared
-from megatron_offload.recompute.adapters import NotEnough, code_of, ends_in, may_end_in, saves_alike
+from megatron_offload.recompute.adapters import NotEnough, ends_in, may_end_in, saves_alike
 from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
@@ -256,7 +256,9 @@ class SiteCall(ModuleCall):
         output, is_same = None, True
         if rerun is None:
             rerun = Rerun(self._forms, proves, runs_on)
-            output, is_same = self._run_into(rerun, leaves)
+            layer = self.adapted if proves else None
+            is_seen = layer is not None and may_end_in(layer)
+            output, is_same = self._run_into(rerun, leaves, layer if is_seen else None)
         if not is_same and self.manager.rows_are_own and not isinstance(self, TriedCall):
             site.refusal = "it has had other bits when it ran again, and so have some gradients"
             site.warn(site.refusal)
@@ -264,6 +266,7 @@ class SiteCall(ModuleCall):
             raise other_bits(site.path, site.unit)
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
+            site.may_end_early = rerun.num_at_ends == [len(self._forms)]
             self._prove_adapters(leaves, rerun.made)
         self._made = rerun.made
         return output
@@ -273,7 +276,7 @@ class SiteCall(ModuleCall):
         layer, site = self.adapted, self.site
         if layer is None or not (site.may_end_early and may_end_in(layer)):
             return None
-        if not saves_alike.get(code_of(layer)):
+        if not saves_alike.get(type(layer).forward, True):
             return None
         rerun = Rerun(self._forms, proves=False, runs_on=False)
         try:
@@ -285,24 +288,23 @@ class SiteCall(ModuleCall):
 
     def _prove_adapters(self, leaves: Sequence[Any], made: Sequence[Any]) -> None:
         """See once of each class whether such a rerun saves what one in full has."""
-        if self.adapted is None or (code := code_of(self.adapted)) in saves_alike:
+        layer = self.adapted
+        if layer is None or type(layer).forward in saves_alike:
             return
-        saves_alike[code] = True
         rerun = self._rerun_to_adapters(leaves)
-        if rerun is None:  # another site may show it
-            del saves_alike[code]
+        if rerun is None or not rerun.is_cut:  # another call may show it
+            self.site.may_end_early = False
             return
         inside = slice(rerun.num_before, len(rerun.made))
-        saves_alike[code] = all(
-            map(torch.equal, sums_of(rerun.made[inside]), sums_of(made[inside]))
-        )
+        both = sums_of(rerun.made[inside]), sums_of(made[inside])
+        saves_alike[type(layer).forward] = all(map(torch.equal, *both))
 
     def _run_into(
         self, rerun: Rerun, leaves: Sequence[Any], layer: nn.Module | None = None
     ) -> tuple[Any, bool]:
         """Run it again; return what it returns, if it runs on, and whether its bits are as before.
 
-        With a layer it ends in that.
+        With a layer it ends in that, or is seen to have saved all when that is over, for a proof.
         """
         site, made, num_saved = self.site, rerun.made, len(self._forms)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from losses import assert_same_bits
 from torch import nn
+from torch.profiler import profile
 
 from megatron_offload import OffloadConfig, get_act_offloading_ctx_manager
 
@@ -80,28 +81,13 @@ ENDS = {
 """By name how often a frozen product of all rows is computed for a layer in a step, and by what."""
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """The frozen layers that have computed a product of more than one row."""
-    pytest.importorskip("peft")
-    found, product = [], nn.Linear.forward
-
-    def compute(layer, x):
-        if not layer.weight.requires_grad and x.dim() > 2:
-            found.append(layer)
-        return product(layer, x)
-
-    monkeypatch.setattr(nn.Linear, "forward", compute)
-    return found
-
-
-def run_adapted(products, end, change=None, **settings):
-    """Return losses and gradients of five steps, and how many products the last has computed."""
-    from peft import LoraConfig, inject_adapter_in_model
-
+def run_adapted(end, change=None, **settings):
+    """Return losses and gradients of five steps, and how many frozen products the last computes."""
+    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["last"], lora_dropout=0.1, init_lora_weights=False)
-    model = inject_adapter_in_model(config, Layers(end))
+    adapters = {"r": 2, "lora_dropout": 0.1, "init_lora_weights": False}
+    config = peft.LoraConfig(target_modules=["last"], **adapters)
+    model = peft.inject_adapter_in_model(config, Layers(end))
     found, context = [], contextlib.nullcontext()
     for layer in model.layers:
         layer.mlp.first.requires_grad_()
@@ -109,21 +95,22 @@ def run_adapted(products, end, change=None, **settings):
         config = OffloadConfig(policy="modules", **settings)
         context = get_act_offloading_ctx_manager(model, config=config, min_offload_size=1)
     for number in range(5):
-        products.clear()
-        with context:
-            loss = model(torch.randn(2, 3, 8)).square().mean()
-        loss.backward()
+        with profile(record_shapes=True) if number == 4 else contextlib.nullcontext() as profiled:
+            with context:
+                loss = model(torch.randn(2, 3, 8)).square().mean()
+            loss.backward()
         found += [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         if change is not None and number == 2:
             change(model)
-    return found, len(products)
+    shapes = [event.input_shapes[:2] for event in profiled.events() if event.name == "aten::linear"]
+    return found, shapes.count([[2, 3, 16], [8, 16]])
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_frozen_product_of_which_nothing_is_saved_is_not_recomputed(end, products):
+def test_a_frozen_product_of_which_nothing_is_saved_is_not_recomputed(end):
     num_products, function = ENDS[end]
-    expected, _ = run_adapted(products, function)
-    found, num_found = run_adapted(products, function, recompute=["mlp"])
+    expected, _ = run_adapted(function)
+    found, num_found = run_adapted(function, recompute=["mlp"])
     assert_same_bits(expected, found)
     assert num_found == 3 * num_products
 
@@ -147,8 +134,32 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_has_no_adapter_in_force_is_recomputed_in_full(change, products):
+def test_a_layer_that_has_no_adapter_in_force_is_recomputed_in_full(change):
     end = ENDS["last"][1]
-    expected, _ = run_adapted(products, end, CHANGES[change])
-    found, _ = run_adapted(products, end, CHANGES[change], recompute=["mlp"])
+    expected, _ = run_adapted(end, CHANGES[change])
+    found, _ = run_adapted(end, CHANGES[change], recompute=["mlp"])
     assert_same_bits(expected, found)
+
+
+def test_a_product_that_depends_on_all_rows_is_of_all(monkeypatch):
+    product = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: product(self, x / x.abs().max()))
+    expected, _ = run_adapted(ENDS["last"][1])
+    found, num_products = run_adapted(ENDS["last"][1], recompute=["mlp"])
+    assert_same_bits(expected, found)
+    assert num_products == 6
+
+
+def test_a_forward_that_saves_more_behind_its_adapters_is_not_left_midway():
+    depths = []
+
+    def nested(layer, x):
+        depths.append(len(depths))
+        y = layer(x) * (1 + len(depths))
+        depths.pop()
+        return y.sin()
+
+    expected, _ = run_adapted(nested)
+    found, _ = run_adapted(nested, recompute=["mlp"])
+    assert_same_bits(expected, found)
+    assert not depths
