@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_offload.engine.boundary import hook_backward
-from megatron_offload.model_map.module_hooks import hook_calls, tokens_of
+from megatron_offload.model_map.module_hooks import hook_calls, remove, tokens_of
 
 _MOST_FORWARDS = 16  # a backward that never comes, or always late, ends no step
 
@@ -54,8 +54,7 @@ class ModelSteps:
 
     def close(self) -> None:
         """Count no more."""
-        for handle in self._handles:
-            handle.remove()
+        remove(self._handles)
 
     def is_over(self) -> bool:
         """Whether the step is, now that another forward is about to begin."""

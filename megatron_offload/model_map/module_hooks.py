@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Set
 from contextlib import nullcontext
 from typing import Any
@@ -55,17 +56,25 @@ class EagerHook(ModuleHook):
             self.hook(*args)
 
 
+_NUMBERS = [RemovableHandle(OrderedDict()).id for _ in range(8)]
+"""Of hooks: on each module of the first that is free."""
+
 _owned: WeakKeyDictionary[nn.Module, dict[Hashable, list[RemovableHandle]]] = WeakKeyDictionary()
 
 
 def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
     """Return the list for an owner's hooks on a module; those of an earlier call are taken off."""
     handles = _owned.setdefault(_inner(module), {}).setdefault(owner, [])
+    remove(handles)
+    return handles
+
+
+def remove(handles: list[RemovableHandle]) -> None:
+    """Take hooks off."""
     while handles:
         handle = handles.pop()
         handle.remove()
         handle.id = -1  # a second owner removes nothing else by its number
-    return handles
 
 
 def unhook(owners: Set[Hashable], modules: Iterable[nn.Module]) -> None:
@@ -90,7 +99,7 @@ def hook_calls(
     *,
     owner: Hashable = None,
     is_outer: bool = False,
-    kind: type[ModuleHook] = ModuleHook,
+    kind: type[ModuleHook] = EagerHook,
 ) -> list[RemovableHandle]:
     """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
 
@@ -98,11 +107,27 @@ def hook_calls(
     What ``is_outer`` begins before all hooks that there are. An ``owner`` has them by `hooks_of`.
     """
     handles = [] if owner is None else hooks_of(owner, module)
-    handles += [
+    own = [
         module.register_forward_pre_hook(kind(begin), prepend=is_outer, with_kwargs=True),
         module.register_forward_hook(kind(end), always_call=True),
     ]
+    used = module._forward_pre_hooks.keys() | module._forward_hooks
+    number = next((x for x in _NUMBERS if x not in used and kind is EagerHook), None)
+    for handle, last in zip(own, (not is_outer, True), strict=True):
+        if number is not None:
+            renumber(handle, number, last=last)
+    handles += own
     return handles
+
+
+def renumber(handle: RemovableHandle, number: int, *, last: bool) -> None:
+    """Give a hook a number that those of other modules have: a compiler compiles each one anew."""
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+            hooks.move_to_end(number, last=last)
+    handle.id = number
 
 
 def tokens_of(args: Any, kwargs: Any) -> float:

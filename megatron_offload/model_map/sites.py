@@ -25,6 +25,7 @@ from megatron_offload.model_map.module_hooks import (
     hook_calls,
     is_own_hook,
     named_modules,
+    remove,
 )
 from megatron_offload.model_map.structure import (
     PARTS,
@@ -208,9 +209,7 @@ class CallTimes:
 
     def end(self) -> None:
         """Time no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove(self._handles)
 
     def _now(self) -> Any:
         return self._backend.timestamp(self._backend.compute_stream())

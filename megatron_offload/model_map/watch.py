@@ -35,10 +35,13 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import (
+    EagerHook,
+    ModuleHook,
     compiled_parts,
     hook_calls,
     hooks_of,
     named_modules,
+    remove,
 )
 from megatron_offload.model_map.offload_site import (
     FindManager,
@@ -91,6 +94,7 @@ class SavedMemory(Observer):
         self.storages: list[StorageRef] = []
         self._may_move, self._rows = may_move, rows or FoundRows({}, {}, frozenset())
         self._calls: list[_Call] = [_Call("")]
+        self._is_over = False
         self.called = set[str]()
         """Paths of modules."""
         self._handles: list[RemovableHandle] = []
@@ -106,25 +110,32 @@ class SavedMemory(Observer):
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
                 enter, leave = partial(self._enter, path), partial(self._leave, path)
-                self._handles += hook_calls(module, enter, leave, is_outer=True)
+                kind = ModuleHook if path in self._rows.offloaded else EagerHook
+                own = hook_calls(module, enter, leave, owner=type(self), is_outer=True, kind=kind)
+                self._handles += own
         put_on(self.pack, SavedTensor.unpack)
 
     def end(self) -> None:
         """Watch no more."""
+        self.stop()
+        remove(self._handles)
+
+    def stop(self) -> None:
+        """Watch no more, and leave the hooks on modules in their places until `end`."""
         take_off(partial(eq, self.pack))
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._is_over = True
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._calls.append(_Call(path))
-        self.called.add(path)
+        if not self._is_over:
+            self._calls.append(_Call(path))
+            self.called.add(path)
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         while len(self._calls) > 1:  # more than one where another hook has raised
             if self._calls.pop().path == path:
                 break
-        for tensor in outputs((), output) if self._rows.drops_output(path) else ():
+        is_dropped = self._rows.drops_output(path) and not self._is_over
+        for tensor in outputs((), output) if is_dropped else ():
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
             if not is_plain:
                 self._unseen.add(self._rows.recomputed[path].site)
@@ -273,6 +284,8 @@ class SavedMemory(Observer):
 class RowWatch:
     """Watches the first forward of a model that is recorded, and refuses rows that free nothing.
 
+    Its hooks stay until another step begins: what is compiled with them has another graph than what
+    is compiled without, which may save in another order, and what is recomputed runs the same.
     Behind it hooks stand where outputs are saved that rows recompute.
 
     Attributes:
@@ -282,6 +295,8 @@ class RowWatch:
     def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
+        self._over: tuple[SavedMemory, int] | None = None  # and the number of its step
+        self._is_called = False
         self._thread = 0
         self._savers: Mapping[str, str] | None = None  # as a forward has shown
         self.largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
@@ -304,6 +319,7 @@ class RowWatch:
 
         Those of another watch were taken off.
         """
+        self._is_called = is_called
         if self._savers is not None:
             self._hook_savers(self._savers)
         elif is_called:
@@ -312,6 +328,7 @@ class RowWatch:
                 lambda *_: self.begin(),  # behind what begins a chunk
                 lambda *given: self.end(has_failed=given[-1] is None),
                 owner=RowWatch,
+                kind=ModuleHook,
             )
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -321,6 +338,11 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
+        if self._over is not None and manager is not None:
+            seen, step_number = self._over
+            if manager.step_number != step_number:
+                seen.end()
+                self._over = None
         if self._savers is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
@@ -340,7 +362,11 @@ class RowWatch:
         assert seen is not None
         assert seen.manager is not None
         seen.manager.observers.remove(seen)
-        seen.end()
+        seen.stop()
+        if self._is_called:
+            seen.end()
+        else:
+            self._over = seen, seen.manager.step_number
         return seen
 
     def end(self, *, has_failed: bool) -> None:

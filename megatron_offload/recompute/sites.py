@@ -31,11 +31,11 @@ from megatron_offload.engine.hooks import (
     put_on,
 )
 from megatron_offload.model_map.module_hooks import (
-    EagerHook,
     compiled_parts,
     expression_of,
     has_tokens,
     hook_calls,
+    renumber,
     unhook,
 )
 from megatron_offload.model_map.offload_site import FindManager
@@ -237,9 +237,9 @@ def recompute_modules(
         # A layer's output is what the next one is given, and runs again from.
         site.drops_output &= path not in layers
         hooks = SiteHooks(site, find_manager, min_tokens)
-        own = hook_calls(module, hooks.begin, hooks.end, owner=SiteHooks, kind=EagerHook)
+        own = hook_calls(module, hooks.begin, hooks.end, owner=SiteHooks)
         for handle, last in zip(own, (True, False), strict=True):
-            _share_id(handle, last=last)
+            renumber(handle, _SHARED_ID, last=last)
 
 
 def unproven_sites(modules: Mapping[str, nn.Module]) -> list[str]:
@@ -252,13 +252,3 @@ def _site_of(module: nn.Module) -> Site | None:
     """Return what is known of a module that has the hooks of a site."""
     hook = getattr(module._forward_pre_hooks.get(_SHARED_ID), "hook", None)
     return None if hook is None else hook.__self__.site
-
-
-def _share_id(handle: RemovableHandle, *, last: bool) -> None:
-    """Give the hooks of all modules one number: a compiler compiles each number anew."""
-    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-        hooks = reference()
-        if hooks is not None and handle.id in hooks:
-            hooks[_SHARED_ID] = hooks.pop(handle.id)
-            hooks.move_to_end(_SHARED_ID, last=last)
-    handle.id = _SHARED_ID

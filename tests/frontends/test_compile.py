@@ -133,6 +133,37 @@ def test_whatever_is_compiled_and_marked(part, names, order):
     assert_nothing_left(manager)
 
 
+@pytest.mark.parametrize("what", ["model", "head", "recompute", "offload"])
+def test_full_graphs_that_are_compiled_inside_a_context_run_as_without(what):
+    rows = None if what in ("model", "head") else [{"site": "layer", what: True}]
+    rows = [{"site": "layer", "offload": "all"}] if what == "offload" else rows
+
+    def train(has_context):
+        model = called = make_model()
+        if what == "model":
+            model = called = torch.compile(model, backend="aot_eager", fullgraph=True)
+        elif what == "head":
+            called = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+        else:
+            for layer in model.layers:
+                mlp = layer.mlp
+                mlp.forward = torch.compile(mlp.forward, backend="aot_eager", fullgraph=True)
+        config = make_config(rows=rows, min_tensor_bytes=0)
+        context = contextlib.nullcontext()
+        if has_context:
+            context = get_act_offloading_ctx_manager(model, config=config)
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            with context:
+                loss = called(torch.randn(4, 32)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(x.grad.clone() for x in model.parameters())]
+        return found
+
+    assert_same(train(False), train(True))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_s_graphs_move_and_are_bitwise_identical():
