@@ -1,7 +1,7 @@
 """Print what each site of a model saves for backward: what rows can name, and what each frees.
 
-reads    MODEL, the config.json of a language model of transformers; no weights, and no code that
-         comes with it
+reads    MODEL, the config.json of a language model of transformers, or its folder; no weights, and
+         no code that comes with it
 prints   by site the layers that have it, what one of them saves there, what of that a token takes,
          in how many tensors, what may recompute it (a run's own search, only a row, or none, and
          why), and which other sites save the same memory: it is freed only where all of them have
@@ -31,7 +31,7 @@ class Given(Options):
     """The options of ``map``."""
 
     model: CliPositionalArg[Path]
-    """The model's config.json."""
+    """The model's config.json, or its folder."""
 
     batch: int = Field(default=1, ge=1)
     """Sequences of a microbatch."""
@@ -45,7 +45,8 @@ class Given(Options):
 
 def run(given: Given) -> int:
     """Print the map; return 0."""
-    config = read_json(given.model)
+    path = given.model / "config.json" if given.model.is_dir() else given.model
+    config = read_json(path)
     from megatron_offload.integrations.hugging_face import map_config  # imports torch
 
     shape = given.batch, given.length

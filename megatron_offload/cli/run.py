@@ -11,7 +11,7 @@ with Megatron's --offload-modules if they are given; these may be mlp_fc1, mlp_a
 expert_fc2, shared_experts, router, layer, layer_input and patterns (decoder.layers.*.mlp) too.
 Under torchrun: torchrun ... -m megatron_offload.run SCRIPT ...
 
-exit status: 0 the script ended well, 2 bad input or the script's own, others are the script's
+exit status: 0 the script ended well, 1 no such module, 2 bad input, others are the script's
 
 example: megatron-offload run --offload-policy auto --offload-report runs/job pretrain_gpt.py ...
 """
@@ -24,8 +24,10 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megatron_offload.cli.options import parse_known
 from megatron_offload.errors import ConfigError
@@ -48,6 +50,8 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
         raise ConfigError(f"can't open file '{path}': no such file or directory")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
+    if missing := _missing_module(given.script) if given.module else _missing_main(path):
+        sys.exit(f"{sys.executable}: {missing}")
     from megatron_offload.run.launch import prepare, run_program
 
     prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
@@ -55,6 +59,27 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
     run_module = partial(runpy.run_module, run_name="__main__", alter_sys=True)
     program = partial(run_module if given.module else _run_script, given.script)
     return partial(run_program, given.script, program)
+
+
+def _missing_module(name: str) -> str:
+    """Return what Python says of a module that it can't run; or nothing."""
+    try:
+        spec = find_spec(name)
+        if spec is None:
+            return f"No module named {name}"
+        if spec.submodule_search_locations is None or find_spec(f"{name}.__main__"):
+            return ""
+    except (ImportError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        return f"Error while finding module specification for {name!r} ({why})"
+    return f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed"
+
+
+def _missing_main(path: Path) -> str:
+    """Likewise of a folder or an archive."""
+    importer: Any = pkgutil.get_importer(str(path))
+    has_main = importer is None or importer.find_spec("__main__") is not None
+    return "" if has_main else f"can't find '__main__' module in {str(path)!r}"
 
 
 def _run_script(name: str) -> None:

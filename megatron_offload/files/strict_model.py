@@ -232,8 +232,10 @@ def _explain(model: Any, issue: Any, name: str, kind: str) -> str:
     if issue["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         sections = set(_sections_at(model, path[:-1]))
         keys = _fields_of(*sections) if len(sections) == 1 else ()
-        of_kind = f" of kind {kind!r}" if kind else ""
-        return f"unknown key {name}{of_kind}{did_you_mean(str(issue['loc'][-1]), keys)}"
+        of_kind, key = f" of kind {kind!r}" if kind else "", str(issue["loc"][-1])
+        inner = next(_inner_places(keys, key), "") if keys else ""
+        hint = f"; did you mean {inner}?" if inner else did_you_mean(key, keys)
+        return f"unknown key {name}{of_kind}{hint}"
     if issue["type"] == "missing":
         return f"{name} is required"
     if issue["input"] is None:
@@ -273,6 +275,16 @@ def _sections_at(annotation: Any, path: Sequence[str]) -> Iterator[Any]:
         if not found and any(path[0] in typing.get_args(each) for each in fields.values()):
             found = [*_sections_at(annotation, path[1:])]
         yield from found
+
+
+def _inner_places(fields: Mapping[str, Any], key: str) -> Iterator[str]:
+    """Yield where in the sections of a section a key is, and how it is given there."""
+    for name, annotation in fields.items():
+        for section in _sections_at(annotation, ()):
+            if key in (own := _fields_of(section)):
+                kinds = typing.get_args(own.get("kind"))
+                given = f"{{'kind': {kinds[0]!r}, {key!r}: ...}}" if kinds else f"{{{key!r}: ...}}"
+                yield f"'{name}.{key}', in Python {name}={given}"
 
 
 def _fields_of(section: Any) -> dict[str, Any]:

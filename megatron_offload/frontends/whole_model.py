@@ -135,9 +135,9 @@ class OffloadActivations(AroundForwards):
         if manager is not None:
             groups = _make(manager, *sizes)
         else:
-            given = settings.model_dump(exclude_unset=True)
-            given |= {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
-            groups = _allocate(self, _model, OffloadConfig.model_validate(given), *sizes)
+            given = {"pin_memory": self.use_pin_memory, "copy_streams": self.use_streams}
+            given = {key: x for key, x in given.items() if x != getattr(settings, key)}
+            groups = _allocate(self, _model, settings.model_copy(update=given), *sizes)
         self.manager, tuner = groups.manager, groups.manager.tuner
         is_others = isinstance(tuner, RowSearch) and (
             tuner.is_orphan if manager is None else _model is None or not tuner.is_of(_model)

@@ -136,6 +136,8 @@ class SavedMemory(Observer):
                 break
         is_dropped = self._rows.drops_output(path) and not self._is_over
         for tensor in outputs((), output) if is_dropped else ():
+            if any(tensor is given for given in args):
+                continue  # it only returns it
             is_plain = type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor)
             if not is_plain:
                 self._unseen.add(self._rows.recomputed[path].site)
@@ -284,8 +286,8 @@ class SavedMemory(Observer):
 class RowWatch:
     """Watches the first forward of a model that is recorded, and refuses rows that free nothing.
 
-    Its hooks stay until another step begins: what is compiled with them has another graph than what
-    is compiled without, which may save in another order, and what is recomputed runs the same.
+    Its hooks are kept until another step begins: a function that is compiled with them has another
+    graph than without, which may save in another order, and a rerun has to have the same.
     Behind it hooks stand where outputs are saved that rows recompute.
 
     Attributes:

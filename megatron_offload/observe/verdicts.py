@@ -67,7 +67,7 @@ def _step_ended(manager: PipelineOffloadManager) -> None:
         _trained[manager] = manager.last_step
     if manager.tuner is not None:
         return
-    if manager.step_number == _NUM_FIRST:
+    if manager.step_number == _NUM_FIRST + 1:  # that of the step that begins
         _say(manager, f"megatron-offload: in step {_NUM_FIRST} {manager.last_step.verdict}")
     policy, needs_none = manager.config.policy, manager.learner.is_open or manager.rests
     if isinstance(policy, SolvedConfig) and manager.config.enabled and not needs_none:
@@ -84,7 +84,7 @@ def say_last(manager: PipelineOffloadManager, *, has_table: bool = False) -> Non
     A run that ``has_table`` of its steps has said there what was won.
     """
     step = manager.last_step if manager.rows == () else _trained.get(manager, manager.last_step)
-    is_known = has_table or manager.step_number == _NUM_FIRST
+    is_known = has_table or manager.step_number == _NUM_FIRST + 1
     if manager.is_searching:
         _say(manager, f"megatron-offload: {_UNFINISHED if _has_clock(manager) else NO_CLOCK}")
     elif not is_known and (step.offloaded_bytes or step.recomputed_bytes):

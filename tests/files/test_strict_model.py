@@ -52,6 +52,10 @@ class Root(StrictModel):
     [
         ([1], "^it must hold a mapping"),
         ({"leavs": 1}, "unknown key 'leavs'; did you mean 'leaves'"),
+        (
+            {"colour": "red"},
+            "mean 'either.colour', in Python either={'kind': 'one', 'colour'",
+        ),
         ({"leaf": {"size_byte": 1}}, "'leaf.size_byte'; did you mean 'size_bytes'"),
         ({"leaves": [{}, {"size_byte": 1}]}, "'leaves.1.size_byte'; did you mean 'size_bytes'"),
         ({"either": {"kind": "one", "color": 1}}, "'either.color' of kind 'one'; did .* 'colour'"),

@@ -211,7 +211,7 @@ def test_the_command_maps_a_config_far_too_large_for_this_machine(tmp_path, refu
     large = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
     large |= {"num_key_value_heads": 8, "num_hidden_layers": 16, "vocab_size": 128256}
     path.write_text(json.dumps({"model_type": "llama", **large}))
-    lines = prints("map", path, "--batch", "1", "--length", "8192").splitlines()
+    lines = prints("map", tmp_path, "--batch", "1", "--length", "8192").splitlines()
     assert max(map(len, lines)) <= 130
     cells = {line.split()[1]: re.split("  +", line) for line in lines}
     names = [line.split()[1] for line in lines]

@@ -120,6 +120,7 @@ def test_outputs_that_nothing_else_saves_are_no_site_to_recompute(site, around_i
         ([{"layers": 1, "site": "drop", "offload": 2}], "nothing is saved inside that could be"),
         ([{"site": "mlp.down", "offload": "all"}], "nothing is saved inside that could be"),
         ([{"site": "drop", "recompute": True}], "nothing is saved inside, but by what"),
+        ([{"site": "drop.0", "recompute": True}], "nothing is saved inside, but by what"),
         ([{"site": "norm", "offload": "all"}], ""),
     ],
 )

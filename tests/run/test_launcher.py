@@ -246,6 +246,15 @@ def test_a_module_ends_with_its_status_and_a_line_if_no_chunk_began(
     assert capsys.readouterr().err.startswith(said) == (not chunk)
 
 
+@pytest.mark.parametrize("words", [("-m", "no_module"), ("-m", "a.b"), ("-m", "a"), ("a",)])
+def test_what_is_no_program_ends_as_with_python(words, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__init__.py").touch()
+    ours = run_python("-m", "megatron_offload", "run", *words, cwd=tmp_path)
+    theirs = run_python(*words, cwd=tmp_path)
+    assert (ours.stderr, ours.returncode) == (theirs.stderr, theirs.returncode)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
