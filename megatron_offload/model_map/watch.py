@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import eq
@@ -101,7 +101,7 @@ class SavedMemory(Observer):
         self._leaves = set[str]()  # modules of which only what they return may be dropped
         self._unseen = set[str]()  # sites that return what is of a class of its own
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+    def watch(self, modules: Mapping[str, nn.Module], owner: Hashable = None) -> None:
         """Watch what comes, in modules by their dotted names.
 
         Not in those in compiled graphs, whose parts the hooks would be.
@@ -111,7 +111,7 @@ class SavedMemory(Observer):
             if path and has_forward(module) and module not in compiled:
                 enter, leave = partial(self._enter, path), partial(self._leave, path)
                 kind = ModuleHook if path in self._rows.offloaded else EagerHook
-                own = hook_calls(module, enter, leave, owner=type(self), is_outer=True, kind=kind)
+                own = hook_calls(module, enter, leave, owner=owner, is_outer=True, kind=kind)
                 self._handles += own
         put_on(self.pack, SavedTensor.unpack)
 
@@ -357,7 +357,7 @@ class RowWatch:
         self._thread = get_ident()
         self._seen = SavedMemory(chunk.may_move, manager, self._rows)
         manager.observers.append(self._seen)
-        self._seen.watch(self._modules())
+        self._seen.watch(self._modules(), SavedMemory)
 
     def _stop(self) -> SavedMemory:
         seen, self._seen = self._seen, None
