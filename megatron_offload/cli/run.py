@@ -24,7 +24,6 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,8 +49,7 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
         raise ConfigError(f"can't open file '{path}': no such file or directory")
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if given.module else path.resolve().parent)
-    if missing := _missing_module(given.script) if given.module else _missing_main(path):
-        sys.exit(f"{sys.executable}: {missing}")
+    _check(given.script, is_module=given.module)
     from megatron_offload.run.launch import prepare, run_program
 
     prepare({name: value for name, value in vars(given).items() if name.startswith("offload_")})
@@ -61,25 +59,17 @@ def run(given: argparse.Namespace) -> Callable[[], object]:
     return partial(run_program, given.script, program)
 
 
-def _missing_module(name: str) -> str:
-    """Return what Python says of a module that it can't run; or nothing."""
+def _check(name: str, *, is_module: bool) -> None:
+    """End as Python does where there is no such module, or no program in a folder or archive."""
     try:
-        spec = find_spec(name)
-        if spec is None:
-            return f"No module named {name}"
-        if spec.submodule_search_locations is None or find_spec(f"{name}.__main__"):
-            return ""
-    except (ImportError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        return f"Error while finding module specification for {name!r} ({why})"
-    return f"No module named {name}.__main__; {name!r} is a package and cannot be directly executed"
-
-
-def _missing_main(path: Path) -> str:
-    """Likewise of a folder or an archive."""
-    importer: Any = pkgutil.get_importer(str(path))
-    has_main = importer is None or importer.find_spec("__main__") is not None
-    return "" if has_main else f"can't find '__main__' module in {str(path)!r}"
+        if is_module:
+            runpy._get_module_details(name, runpy._Error)  # type: ignore[attr-defined]
+    except runpy._Error as error:  # type: ignore[attr-defined]
+        sys.exit(f"{sys.executable}: {error}")
+    path = str(Path(name).absolute())
+    importer: Any = None if is_module else pkgutil.get_importer(path)
+    if importer is not None and importer.find_spec("__main__") is None:
+        sys.exit(f"{sys.executable}: can't find '__main__' module in {path!r}")
 
 
 def _run_script(name: str) -> None:

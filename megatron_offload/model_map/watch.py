@@ -39,9 +39,9 @@ from megatron_offload.model_map.module_hooks import (
     ModuleHook,
     compiled_parts,
     hook_calls,
-    hooks_of,
     named_modules,
     remove,
+    unhook,
 )
 from megatron_offload.model_map.offload_site import (
     FindManager,
@@ -102,10 +102,7 @@ class SavedMemory(Observer):
         self._unseen = set[str]()  # sites that return what is of a class of its own
 
     def watch(self, modules: Mapping[str, nn.Module], owner: Hashable = None) -> None:
-        """Watch what comes, in modules by their dotted names.
-
-        Not in those in compiled graphs, whose parts the hooks would be.
-        """
+        """Watch what comes, in modules by their dotted names that are in no compiled graph."""
         compiled = compiled_parts(modules.values())
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
@@ -297,9 +294,7 @@ class RowWatch:
     def __init__(self, root: nn.Module, rows: FoundRows, find_manager: FindManager) -> None:
         self._root, self._rows, self._find_manager = ref(root), rows, find_manager
         self._seen: SavedMemory | None = None
-        self._over: tuple[SavedMemory, int] | None = None  # and the number of its step
-        self._is_called = False
-        self._thread = 0
+        self._thread = self._watched_in = 0  # the latter is a step's number, while hooks are kept
         self._savers: Mapping[str, str] | None = None  # as a forward has shown
         self.largest = {path: LargestTensors(row.most) for path, row in rows.offloaded.items()}
         if root in _watched:
@@ -321,7 +316,6 @@ class RowWatch:
 
         Those of another watch were taken off.
         """
-        self._is_called = is_called
         if self._savers is not None:
             self._hook_savers(self._savers)
         elif is_called:
@@ -340,11 +334,10 @@ class RowWatch:
     def begin(self) -> None:
         """Begin to watch a forward, if it is the first."""
         manager = self._find_manager()
-        if self._over is not None and manager is not None:
-            seen, step_number = self._over
-            if manager.step_number != step_number:
-                seen.end()
-                self._over = None
+        if manager is not None and self._watched_in not in (0, manager.step_number):
+            self._watched_in = 0
+            owners = {SavedMemory} if self._savers is None else {SavedMemory, RowWatch}
+            unhook(owners, self._modules().values())
         if self._savers is not None or manager is None or not manager.records():
             return
         if self._seen is not None:
@@ -365,10 +358,7 @@ class RowWatch:
         assert seen.manager is not None
         seen.manager.observers.remove(seen)
         seen.stop()
-        if self._is_called:
-            seen.end()
-        else:
-            self._over = seen, seen.manager.step_number
+        self._watched_in = seen.manager.step_number
         return seen
 
     def end(self, *, has_failed: bool) -> None:
@@ -399,7 +389,6 @@ class RowWatch:
             self._savers = savers
             parts = [*map(ref, modules.values())]
             _watched[modules[""]] = self._rows.what, parts, self.largest, savers
-            hooks_of(RowWatch, modules[""])
             self._hook_savers(savers)
 
 
