@@ -21,13 +21,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.model_map.module_hooks import (
-    EagerHook,
-    ModuleHook,
-    hook_calls,
-    named_modules,
-    unhook,
-)
+from megatron_offload.model_map.module_hooks import hook_calls, named_modules, unhook
 from megatron_offload.model_map.offload_site import FindManager, LayerClock, OffloadSite
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
@@ -117,7 +111,6 @@ def adopt_model(
     recompute_modules(modules, sites, find_manager)
     watch = RowWatch(model, rows, find_manager) if any(rows) else None
     unhook(_HOOKS, modules.values())
-    kind = EagerHook if manager.rows_are_own else ModuleHook  # a search ends no graph
     for path, module in modules.items():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             note = partial(_note_threads, find_manager)
@@ -126,7 +119,8 @@ def adopt_model(
         if row is not None and watch is not None:
             largest = watch.largest[path]
             site = OffloadSite(row.site, find_manager, largest, min_tokens=row.min_tokens)
-            hook_calls(module, site.begin, site.end, owner=OffloadSite, kind=kind)
+            ends_graph = not manager.rows_are_own  # but a search ends none
+            hook_calls(module, site.begin, site.end, owner=OffloadSite, ends_graph=ends_graph)
     clock = LayerClock(find_manager)
     if rows.offloaded or (is_part and any(row.offload for row in manager.rows or ())):
         for path in layers_of(modules):

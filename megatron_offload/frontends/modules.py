@@ -203,7 +203,7 @@ def _mark(
         handles = hooks_of(name, module)
         if kind.between is None:
             site = OffloadSite(name, lambda: manager)
-            handles += hook_calls(module, site.begin, site.end, kind=ModuleHook)
+            handles += hook_calls(module, site.begin, site.end, ends_graph=True)
         else:
             first, last = (modules[f"{path}.{end}"] for end in kind.between)
             site = OffloadSite(name, lambda: manager, takes=(outputs, inputs))

@@ -22,7 +22,7 @@ from megatron_offload.engine.hooks import is_recording
 from megatron_offload.errors import ConfigError, IntegrationError, did_you_mean, shorten
 from megatron_offload.frontends.whole_model import get_act_offloading_ctx_manager
 from megatron_offload.model_map.mapping import ModelMap, map_model
-from megatron_offload.model_map.module_hooks import ModuleHook, hook_calls
+from megatron_offload.model_map.module_hooks import hook_calls
 from megatron_offload.recompute.patches import Call, PatchStack
 
 
@@ -99,7 +99,7 @@ def _training_step(
 
     with PatchStack() as patches:
         if model._compiled_call_impl is None:
-            own = hook_calls(model, begin, end, is_outer=True, kind=ModuleHook)
+            own = hook_calls(model, begin, end, is_outer=True, ends_graph=True)
             patches.remove_later(own)
         else:  # hooks would be part of its graph
             patches.wrap(model, "_compiled_call_impl", compiled)

@@ -99,20 +99,22 @@ def hook_calls(
     *,
     owner: Hashable = None,
     is_outer: bool = False,
-    kind: type[ModuleHook] = EagerHook,
+    ends_graph: bool = False,
 ) -> list[RemovableHandle]:
     """Call ``begin(module, args, kwargs)`` before each call of a module, behind it ``end``.
 
     That is given the module, its arguments by position and its output, None where it has raised.
     What ``is_outer`` begins before all hooks that there are. An ``owner`` has them by `hooks_of`.
+    Inside a compiled graph they do nothing, or each ``ends_graph``, which ``fullgraph`` refuses.
     """
     handles = [] if owner is None else hooks_of(owner, module)
+    kind = ModuleHook if ends_graph else EagerHook
     own = [
         module.register_forward_pre_hook(kind(begin), prepend=is_outer, with_kwargs=True),
         module.register_forward_hook(kind(end), always_call=True),
     ]
     used = module._forward_pre_hooks.keys() | module._forward_hooks
-    number = next((x for x in _NUMBERS if x not in used and kind is EagerHook), None)
+    number = next((x for x in _NUMBERS if not (x in used or ends_graph)), None)
     for handle, last in zip(own, (not is_outer, True), strict=True):
         if number is not None:
             renumber(handle, number, last=last)

@@ -35,8 +35,6 @@ from megatron_offload.errors import ConfigError
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.storage_ref import StorageRef
 from megatron_offload.model_map.module_hooks import (
-    EagerHook,
-    ModuleHook,
     compiled_parts,
     hook_calls,
     named_modules,
@@ -107,9 +105,8 @@ class SavedMemory(Observer):
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
                 enter, leave = partial(self._enter, path), partial(self._leave, path)
-                kind = ModuleHook if path in self._rows.offloaded else EagerHook
-                own = hook_calls(module, enter, leave, owner=owner, is_outer=True, kind=kind)
-                self._handles += own
+                how: Any = {"is_outer": True, "ends_graph": path in self._rows.offloaded}
+                self._handles += hook_calls(module, enter, leave, owner=owner, **how)
         put_on(self.pack, SavedTensor.unpack)
 
     def end(self) -> None:
@@ -324,7 +321,7 @@ class RowWatch:
                 lambda *_: self.begin(),  # behind what begins a chunk
                 lambda *given: self.end(has_failed=given[-1] is None),
                 owner=RowWatch,
-                kind=ModuleHook,
+                ends_graph=True,
             )
 
     def _modules(self) -> dict[str, nn.Module]:
