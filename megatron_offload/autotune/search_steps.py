@@ -80,7 +80,8 @@ class SearchSteps(FollowedRows):
             for path, site in reversed(timed.items())
             if site.name == "layer"
         }
-        first_layers = (x for site in firsts.values() if (x := site.module()) is not None)
+        alive = (site.module() for site in firsts.values())
+        first_layers = (layer for layer in alive if layer is not None)  # which may have no len()
         self._clock = ModelSteps(first_layers, self._now, self._layer_begins)
         self._num_ooms = manager.backend.memory().num_out_of_memory
         # A rerun may hold collectives, so that ranks don't decide on it by themselves.
