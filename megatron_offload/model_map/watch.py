@@ -92,7 +92,7 @@ class SavedMemory(Observer):
         self.storages: list[StorageRef] = []
         self._may_move, self._rows = may_move, rows or FoundRows({}, {}, frozenset())
         self._calls: list[_Call] = [_Call("")]
-        self._is_over = False
+        self._is_over = True
         self.called = set[str]()
         """Paths of modules."""
         self._handles: list[RemovableHandle] = []
@@ -101,7 +101,7 @@ class SavedMemory(Observer):
 
     def watch(self, modules: Mapping[str, nn.Module], owner: Hashable = None) -> None:
         """Watch what comes, in modules by their dotted names that are in no compiled graph."""
-        compiled = compiled_parts(modules.values())
+        self._is_over, compiled = False, compiled_parts(modules.values())
         for path, module in modules.items():
             if path and has_forward(module) and module not in compiled:
                 enter, leave = partial(self._enter, path), partial(self._leave, path)
