@@ -272,10 +272,9 @@ class OffloadConfig(StrictModel):
         """Return the same, but where only ``recompute`` says what is done, nothing is offloaded."""
         given = self.model_fields_set & {"policy", "rows", *_KEEP_KEYS}
         is_said = set(self.recompute) <= {LOSS} or given
-        if is_said:
-            return self
-        found = self.model_copy(update={"fraction": 0.0})
-        found.model_fields_set.discard("fraction")  # the user hasn't set it
+        found = self if is_said else self.model_copy(update={"fraction": 0.0})
+        if not is_said:
+            found.model_fields_set.discard("fraction")  # the user hasn't set it
         return found
 
     @property
