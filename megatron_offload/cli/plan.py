@@ -26,6 +26,7 @@ example: megatron-offload plan gpt_16x8192_pp4_vpp2 \
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -81,20 +82,20 @@ def run(given: Given) -> int:
         source = load_source(given)
         if given.print_:
             return source.print_description()
+        targets = _targets(given, source.job.schedule.num_ranks)
+        source = replace(source, targets=targets)
         choice = JobChoice(source.job, source.described.offload)
         steps = choice.alternatives.items()
         each = [source.summary(what, step, choice.without) for what, step in steps]
         status.update("planning: looking for rows")
-        there = source.job.machine.device_bytes
-        targets = [min(x, there) for x in _targets(given, source.job.schedule.num_ranks)]
         try:
-            planned = choice.under(targets) if targets else _within(choice, source, percent)
+            planned = choice.under(source.limits) if targets else _within(choice, source, percent)
         except MissedTargetError as error:
             return _refuse(given, source, choice.without, each, error)
     without, step = choice.without, planned.step
     is_limit = percent is not None and any(one.fits for one in each)
     first = ["leave out --most-slowdown-percent"] if is_limit else []
-    verdict = source.verdict(without, step, "with the rows", first, targets)
+    verdict = source.verdict(without, step, "with the rows", first)
     verdict += f"\n{planned.found.said}"
     each.append(source.summary("the chosen rows", step, without, "chosen"))
     shown = source.alternatives(verdict, each)
@@ -160,7 +161,7 @@ def _refuse(
     tables = [alternative_table(shown), source.memory_table(without, error.step, what)]
     more = {"rank": error.rank, "target_bytes": error.target_bytes}
     more |= {"alternatives": shown.model_dump()["each"]}
-    return source.show(without, error.step, what, tables, shown.verdict, more, [str(error)])
+    return source.show(without, error.step, what, tables, shown.verdict, more)
 
 
 def _show_found(given: Given, folder: Path) -> int:

@@ -46,7 +46,8 @@ def run(given: Given) -> int:
             return source.print_description()
         without = simulate(source.job)
         settings = source.described.offload
-        job = with_units(source.job, settings.recomputable(units_of(source.job)))
+        units = settings.recomputable(units_of(source.job))
+        job = with_units(source.job, units)
         offloaded = simulate(job, settings, record=given.trace is not None)
     tables = _tables(source, without, offloaded)
     there = source.job.machine.device_bytes
@@ -55,7 +56,8 @@ def run(given: Given) -> int:
     verdict = source.verdict(without, offloaded, "with offload", first)
     status = source.show(without, offloaded, "with offload", tables, verdict)
     out = console(quiet=given.json_)
-    what = with_flags("everything that can be offloaded", "offload", given)
+    again = f"others, recompute {', '.join(units)}" if units else "everything"
+    what = with_flags(f"offload {again}", "offload", given)
     out.print(f"with offload: {what}")
     if given.trace is not None:
         traces = [rank.trace for rank in offloaded.ranks if rank.trace is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,14 @@ class Source:
     """The description, as it was given."""
     as_json: bool = False
     """Whether results are printed as JSON alone."""
+    targets: tuple[int, ...] = ()
+    """What each pipeline rank may reserve; none for what a GPU has."""
+
+    @property
+    def limits(self) -> list[int]:
+        """What each pipeline rank may reserve and has."""
+        there, num_ranks = self.job.machine.device_bytes, self.job.schedule.num_ranks
+        return [min(there, target) for target in self.targets or [there] * num_ranks]
 
     def print_description(self) -> int:
         """Print the description as YAML that can be given in its place, or as JSON; return 0."""
@@ -67,14 +75,13 @@ class Source:
         tables: Iterable[Table],
         verdict: str,
         found: Mapping[str, Any] | None = None,
-        missed: Sequence[str] = (),
     ) -> int:
         """Print the verdict on a step ``what``, tables, time, and what that rests on.
 
         As JSON it is numbers, and what was ``found`` besides. Returned is 1 where it doesn't fit,
-        or what was asked is ``missed``, else 0.
+        else 0.
         """
-        out, misfits = console(), [*missed, *self.misfits(step)]
+        out, misfits = console(), [*self.misfits(step)]
         if self.as_json:
             keys = ["peak_reserved_bytes", "peak_host_bytes", "num_late"]
             keys += [f"{x}_bytes" for x in ("offloaded", "reloaded", "recomputed")]
@@ -126,28 +133,17 @@ class Source:
         step: Simulation,
         what: str,
         first: Iterable[str] = (),
-        targets: Sequence[int] = (),
     ) -> str:
-        """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all.
-
-        It fits a GPU, or the targets that were asked of its ranks.
-        """
+        """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all."""
         there = self.job.machine.device_bytes
-        limits = targets or [there] * len(step.ranks)
-
-        def tightest(one: Simulation) -> tuple[int, int, int]:
-            pairs = zip((rank.peak_reserved_bytes for rank in one.ranks), limits, strict=True)
-            return max((size - limit, size, limit) for size, limit in pairs)
-
-        (more, bare, limit), (_, size, own_limit) = tightest(without), tightest(step)
+        (more, bare, limit), (_, size, own_limit) = self._tightest(without), self._tightest(step)
         if misfits := [f"does not fit {what}: {line}" for line in self.misfits(step)]:
             host = "\nto fit: give machine.host_bytes if a node has more"
             return "\n".join(misfits) + (self.to_fit(there, first) if size > there else host)
         what += f" at {100 * (step.step_us / without.step_us - 1):+z.2f} % of the step's time"
         needed, limit = (size, own_limit) if more > 0 else (bare, limit)
         barely = "barely " if needed > NEARLY * limit else ""
-        which = "machine.device_bytes" if limit == there else "--memory-target"
-        of_all = f"{format_bytes(needed)} reserved of {format_bytes(limit)} ({which})"
+        of_all = f"{format_bytes(needed)} reserved of {self._of(limit)}"
         if more > 0:
             return f"{barely}fits {what}: {of_all}, {format_bytes(bare)} without"
         return f"{barely}fits without offload: {of_all}, {format_bytes(size)} {what}"
@@ -175,15 +171,24 @@ class Source:
 
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""
-        device_bytes = max(rank.peak_reserved_bytes for rank in step.ranks)
-        pinned = [rank.peak_host_bytes for rank in step.ranks]
-        needs = {"device_bytes": (device_bytes, "a GPU")}
-        needs["host_bytes"] = node_bytes(self.job, pinned), self._node
-        for key, (needed, where) in needs.items():
-            there = getattr(self.job.machine, key)
-            if needed > there:
-                sizes = f"{format_bytes(needed)} of {where}, which has {format_bytes(there)}"
-                yield f"{sizes} (machine.{key})"
+        more, size, limit = self._tightest(step)
+        if more > 0:
+            may = "has" if limit == self.job.machine.device_bytes else "may take"
+            yield f"{format_bytes(size)} of a GPU, which {may} {self._of(limit)}"
+        needed = node_bytes(self.job, [rank.peak_host_bytes for rank in step.ranks])
+        if needed > (there := self.job.machine.host_bytes):
+            sizes = f"{format_bytes(needed)} of {self._node}, which has {format_bytes(there)}"
+            yield f"{sizes} (machine.host_bytes)"
+
+    def _tightest(self, step: Simulation) -> tuple[int, int, int]:
+        """Return by how much the rank exceeds its limit that has least to spare, and both."""
+        pairs = zip((rank.peak_reserved_bytes for rank in step.ranks), self.limits, strict=True)
+        return max((size - limit, size, limit) for size, limit in pairs)
+
+    def _of(self, limit: int) -> str:
+        is_all = limit == self.job.machine.device_bytes
+        which = "machine.device_bytes" if is_all else "--memory-target"
+        return f"{format_bytes(limit)} ({which})"
 
     @property
     def _node(self) -> str:

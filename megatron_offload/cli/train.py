@@ -18,6 +18,7 @@ example: megatron-offload train --config quickstart --set run.steps=6 \
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +30,8 @@ from megatron_offload.files.strict_model import validate
 from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
 from megatron_offload.train.config import TrainConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class Given(OptionsWithKeys):
@@ -56,6 +59,11 @@ def read_config(given: Given) -> TrainConfig:
             "offload: layer_input is for full recompute, which the trainer hasn't: leave "
             "it out, or train under 'megatron-offload run'"
         )
+    num_tokens = config.data.micro_batch_size * config.model.sequence_length
+    for row in config.offload.rows or ():
+        if row.min_tokens > num_tokens:
+            said = "row %s never does anything: a microbatch has %d tokens"
+            _logger.warning(said, row, num_tokens)
     return config
 
 

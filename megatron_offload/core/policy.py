@@ -44,5 +44,12 @@ class KeepRules(NamedTuple):
         for keys in by_chunk.values():
             num_kept = int(len(keys) * (1.0 - self.fraction))
             for key in keys[len(keys) - num_kept :]:
-                kept[key] = f"beyond the fraction {self.fraction:g} of its chunk"
+                kept[key] = beyond(self.fraction)
         return kept
+
+
+def beyond(fraction: float) -> str:
+    """Return why a group is kept that lies behind the fraction of its chunk."""
+    if not fraction:
+        return "the fraction that may be offloaded is 0"
+    return f"beyond the fraction {fraction:g} of its chunk"

@@ -17,6 +17,7 @@ from pydantic import Field
 from megatron_offload.core.row_config import RowConfig, ranges
 from megatron_offload.errors import ConfigError
 from megatron_offload.files.strict_model import StrictModel, read_model
+from megatron_offload.files.text import read_json
 from megatron_offload.planning.row_choice import MOST_DOUBT, RowChoice
 
 NAME = "frontier.json"
@@ -94,6 +95,8 @@ class Alternative(StrictModel):
     reserved_bytes: _Size
     node_host_bytes: _Size
     takes_longer_percent: _Percent
+    slow_link_percent: _Percent | None = None
+    """Likewise with a slower link, where that decides."""
 
 
 class Alternatives(StrictModel):
@@ -183,4 +186,7 @@ def read_frontier(folder: Path) -> RunFrontier:
             f"{folder} {what}: where rows are found the trainer leaves {NAME} in run.output, "
             "a Megatron job with --offload-report, others by offload.save_report(FOLDER)"
         )
+    is_other = path.name != NAME and isinstance(data := read_json(path), dict)
+    if is_other and "model_type" in data:
+        raise ConfigError(f"{path} is a config.json of transformers: give it behind --hf")
     return read_model(RunFrontier, path)

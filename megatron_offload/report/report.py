@@ -24,7 +24,7 @@ from megatron_offload.errors import require
 from megatron_offload.files.text import read_text
 from megatron_offload.observe.run_report import RunFacts
 from megatron_offload.planning.found import Alternatives, RunFrontier
-from megatron_offload.report.tables import ALTERNATIVE, alternative_rows, found_rows
+from megatron_offload.report.tables import alternative_rows, found_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -149,7 +149,7 @@ def render_report(report: Report) -> str:
             (stage, found_rows(stage, **{mark: stage.followed}), plots.tradeoff_chart(stage))
             for stage in (report.found.stages if report.found else ())
         ],
-        fits=alternatives and (ALTERNATIVE, alternative_rows(alternatives)),
+        fits=alternatives and alternative_rows(alternatives),
         picture=alternatives and plots.alternatives_chart(alternatives),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -23,9 +23,11 @@ _RANK = {
     "saved, peak": "peak_live_activation_bytes",
     "host, peak": "peak_host_bytes",
 }
+SLOW_LINK = "slower link"  # what a step takes with it, as the verdict says
 _NUM_PLANS = 12  # of those that a run has found, at least
 _ROWS_WIDTH = 30  # characters: then the table fits a terminal of 80
-ALTERNATIVE = ("", "what is done", "fits", "reserved", "host of a node", "step time")
+_ALTERNATIVE = ("", "what is done", "fits", "reserved", "host of a node", "step time", SLOW_LINK)
+_FOUND = ("plan", "", "rows", "frees", "needs", "predicted", SLOW_LINK, "measured")
 _GPU = {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
 
 
@@ -42,10 +44,9 @@ def rank_table(ranks: Sequence[RankSummary], title: str) -> Table:
 def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
     """Return some plans that a run has found: those that were tried, others at equal distances.
 
-    Of so few as are shown at least all are.
-
-    Of each its number, which of ``marks`` it has, its rows, what it frees and needs, and what of a
-    step it is predicted to take, and took.
+    Of so few as are shown at least all are. First come the columns' names; of each plan there is
+    its number, which of ``marks`` it has, its rows, what it frees and needs, and what of a step it
+    is predicted to take, with a slower link too, and took.
     """
     plans, needed = stage.plans, stage.needed_bytes()
     wanted = [plans[-1].freed_bytes * step // _NUM_PLANS for step in range(_NUM_PLANS + 1)]
@@ -59,11 +60,21 @@ def found_rows(stage: FoundStage, **marks: int) -> list[list[str]]:
         what = _in_short(plan.rows) or "nothing"
         size = format_bytes(needed[place]) if stage.bare_bytes else "not known"
         measured = str(Slowdown(*plan.measured_percent)) if plan.measured_percent else ""
-        takes = [f"{plan.predicted_percent:+z.1f} %", measured]
+        takes = *map(_percent, (plan.predicted_percent, plan.slow_link_percent)), measured
         rows.append(
             [str(place), ", ".join(which), what, format_bytes(plan.freed_bytes), size, *takes]
         )
-    return rows
+    return _filled(_FOUND, rows)
+
+
+def _percent(percent: float | None) -> str:
+    return "" if percent is None else f"{percent:+z.1f} %"
+
+
+def _filled(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return names and rows without the columns in which nothing stands, but for the first."""
+    kept = [place for place in range(len(columns)) if place < 3 or any(x[place] for x in rows)]
+    return [[row[place] for place in kept] for row in (columns, *rows)]
 
 
 def _in_short(rows: Iterable[RowConfig]) -> str:
@@ -84,10 +95,8 @@ def _in_short(rows: Iterable[RowConfig]) -> str:
 
 def found_table(stage: FoundStage, **marks: int) -> Table:
     """Return a line for each of `found_rows`."""
-    rows = [[f"{row[0]} {row[1]}".strip(), *row[2:]] for row in found_rows(stage, **marks)]
-    columns = ["plan", "rows", "frees", "needs", "predicted", "measured"]
-    if not any(row[-1] for row in rows):
-        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    found = found_rows(stage, **marks)
+    columns, *rows = [[f"{row[0]} {row[1]}".strip(), *row[2:]] for row in found]
     some = f", {len(rows)} of {len(stage.plans)}" if len(rows) < len(stage.plans) else ""
     table = plain_table(f"Plans of stage {stage.name}{some}", columns, 2, rows)
     table.columns[1].max_width = _ROWS_WIDTH
@@ -95,20 +104,22 @@ def found_table(stage: FoundStage, **marks: int) -> Table:
 
 
 def alternative_rows(found: Alternatives) -> list[list[str]]:
-    """Return of each alternative the cells below `ALTERNATIVE`, with its number in the picture."""
-    return [
+    """Return the columns' names, and the cells of each alternative with its number in a picture."""
+    rows = [
         [
             str(number),
             one.what,
             "yes" if one.fits else "no",
             *map(format_bytes, (one.reserved_bytes, one.node_host_bytes)),
-            f"{one.takes_longer_percent:+z.1f} %",
+            *map(_percent, (one.takes_longer_percent, one.slow_link_percent)),
         ]
         for number, one in enumerate(found.each, 1)
     ]
+    return _filled(_ALTERNATIVE, rows)
 
 
 def alternative_table(found: Alternatives) -> Table:
     """Return a line for each of `alternative_rows`."""
     title = f"What {found.title} may do in each stage: PREDICTED"
-    return plain_table(title, ALTERNATIVE, 2, alternative_rows(found))
+    columns, *rows = alternative_rows(found)
+    return plain_table(title, columns, 2, rows)

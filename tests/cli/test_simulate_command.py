@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -112,3 +113,14 @@ def test_what_fits_neither_gpu_nor_host_is_said_first_and_is_status_1(model, cap
         rf"\S+ MiB with {what} at \S+ % of the step's time",
         first,
     )
+
+
+@pytest.mark.parametrize("keys", [(), ("offload.recompute=[]",)])
+def test_what_is_simulated_is_called_as_in_the_table_of_plan(keys, model, prints):
+    words = (model, "--json", *(("--set", *keys) if keys else ()))
+    found = json.loads(prints("simulate", *words))
+    printed = prints("simulate", model, *words[2:])
+    what = re.search(r"with offload: (.*?)(;|$)", printed.splitlines()[-1])[1]
+    others = {one["what"]: one for one in json.loads(prints("plan", *words))["alternatives"]}
+    for key in ("reserved_bytes", "node_host_bytes", "takes_longer_percent"):
+        assert found[key] == others[what][key]

@@ -252,7 +252,7 @@ def test_rows_are_said_in_short_without_the_parts_of_what_goes_as_a_whole():
         FoundPlan(rows=[RowConfig(**row) for row in rows], freed_bytes=7, predicted_percent=1.0),
     )
     stage = FoundStage(name="0", bare_bytes=9, plans=plans, followed=1)
-    nothing, some = found_rows(stage, chosen=0, followed=1)
+    _, nothing, some = found_rows(stage, chosen=0, followed=1)
     assert nothing[1:3] == ["chosen", "nothing"]
     assert some[1:3] == [
         "followed",

@@ -40,6 +40,14 @@ def test_flags_win_over_the_file(file):
     assert (config.run.steps, config.run.seed, config.model.layers) == (5, 9, 4)
 
 
+def test_a_row_for_more_tokens_than_a_microbatch_has_is_named(file, caplog):
+    file.write_text(file.read_text().replace("modules: [mlp_act], fraction: 0.25", ""))
+    for least, num_warnings in ((16, 0), (17, 1)):
+        row = f"{{layers: 0, site: mlp, recompute: true, min_tokens: {least}}}"
+        config_of("train", "--config", str(file), "--set", f"offload.rows=[{row}]")
+        assert caplog.text.count("never does anything: a microbatch has 16 tokens") == num_warnings
+
+
 def test_a_key_is_a_flag_too(file):
     # A policy may not be given beside it.
     file.write_text(file.read_text().replace(", fraction: 0.25", ""))
