@@ -98,6 +98,11 @@ def run(given: Given) -> int:
     verdict = source.verdict(without, step, "with the rows", first)
     verdict += f"\n{planned.found.said}"
     each.append(source.summary("the chosen rows", step, without, "chosen"))
+    if slow := planned.slow_link:
+        (stage,) = planned.found.stages
+        percents = *slow.values(), stage.plans[stage.followed].slow_link_percent
+        pairs = zip(each, percents, strict=True)
+        each = [one.model_copy(update={"slow_link_percent": x}) for one, x in pairs]
     shown = source.alternatives(verdict, each)
     found = planned.found.model_copy(update={"alternatives": shown})
     if picture is not None:
@@ -147,21 +152,18 @@ def _refuse(
     error: MissedTargetError,
 ) -> int:
     """Say that nothing keeps the targets, and print and draw what else there is; return 1."""
-    there, what = source.job.machine.device_bytes, "with what needs least"
-    first, into = list[str](), f"{format_bytes(there)} of a GPU (machine.device_bytes)"
-    if error.target_bytes < there:
-        into = f"{format_bytes(error.target_bytes)} (--memory-target)"
-        least = max(rank.peak_reserved_bytes for rank in error.step.ranks)
-        first = [f"--memory-target {-(-least // 2**20)}MiB"] if least <= there else first
-    helps = source.to_fit(error.target_bytes, first)
+    what, (_, _, limit) = "with what needs least", source.tightest(error.step)
+    least = max(rank.peak_reserved_bytes for rank in error.step.ranks)
+    is_target = limit < source.job.machine.device_bytes >= least
+    first = [f"--memory-target {-(-least // 2**20)}MiB"] if is_target else []
     each = [*each, source.summary("what needs least", error.step, without)]
-    shown = source.alternatives(f"does not fit {into}: {error}{helps}", each)
+    verdict = f"does not fit {source.named(limit)}: {error}{source.to_fit(limit, first)}"
+    shown = source.alternatives(verdict, each)
     if given.picture is not None:
         write_report(given.picture, Report(source.title, alternatives=shown))
     tables = [alternative_table(shown), source.memory_table(without, error.step, what)]
-    more = {"rank": error.rank, "target_bytes": error.target_bytes}
-    more |= {"alternatives": shown.model_dump()["each"]}
-    return source.show(without, error.step, what, tables, shown.verdict, more)
+    more = {"target_bytes": limit, "alternatives": shown.model_dump()["each"]}
+    return source.show(without, error.step, what, tables, verdict, more)
 
 
 def _show_found(given: Given, folder: Path) -> int:

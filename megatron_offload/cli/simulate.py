@@ -5,8 +5,8 @@ prints   whether it fits, the step's time, and for every pipeline rank: compute,
          recomputes what was not kept, what it waits for launches (host), for other stages
          (pipeline), for copies to the host whose memory is wanted (W2) and for reloads (W4), peak
          device and host bytes, what was offloaded and what was recomputed; all predicted, not
-         measured. Everything that can be is offloaded, within the budgets that
-         --set offload.KEY=VALUE gives
+         measured. Norms and activations are recomputed, where they may be, and all others offloaded
+         that can be, within the budgets that --set offload.KEY=VALUE gives
 writes   --trace: the timeline with offload for https://ui.perfetto.dev
 
 exit status: 0 it fits with offload, 1 it doesn't, 2 bad input

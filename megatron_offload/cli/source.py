@@ -136,14 +136,14 @@ class Source:
     ) -> str:
         """Return whether a step ``what`` fits; if not, also what to try, ``first`` before all."""
         there = self.job.machine.device_bytes
-        (more, bare, limit), (_, size, own_limit) = self._tightest(without), self._tightest(step)
+        (more, bare, limit), (_, size, own_limit) = self.tightest(without), self.tightest(step)
         if misfits := [f"does not fit {what}: {line}" for line in self.misfits(step)]:
             host = "\nto fit: give machine.host_bytes if a node has more"
             return "\n".join(misfits) + (self.to_fit(there, first) if size > there else host)
         what += f" at {100 * (step.step_us / without.step_us - 1):+z.2f} % of the step's time"
         needed, limit = (size, own_limit) if more > 0 else (bare, limit)
         barely = "barely " if needed > NEARLY * limit else ""
-        of_all = f"{format_bytes(needed)} reserved of {self._of(limit)}"
+        of_all = f"{format_bytes(needed)} reserved of {self.named(limit)}"
         if more > 0:
             return f"{barely}fits {what}: {of_all}, {format_bytes(bare)} without"
         return f"{barely}fits without offload: {of_all}, {format_bytes(size)} {what}"
@@ -171,21 +171,22 @@ class Source:
 
     def misfits(self, step: Simulation) -> Iterator[str]:
         """Yield what a step needs more of than there is."""
-        more, size, limit = self._tightest(step)
+        more, size, limit = self.tightest(step)
         if more > 0:
             may = "has" if limit == self.job.machine.device_bytes else "may take"
-            yield f"{format_bytes(size)} of a GPU, which {may} {self._of(limit)}"
+            yield f"{format_bytes(size)} of a GPU, which {may} {self.named(limit)}"
         needed = node_bytes(self.job, [rank.peak_host_bytes for rank in step.ranks])
         if needed > (there := self.job.machine.host_bytes):
             sizes = f"{format_bytes(needed)} of {self._node}, which has {format_bytes(there)}"
             yield f"{sizes} (machine.host_bytes)"
 
-    def _tightest(self, step: Simulation) -> tuple[int, int, int]:
+    def tightest(self, step: Simulation) -> tuple[int, int, int]:
         """Return by how much the rank exceeds its limit that has least to spare, and both."""
         pairs = zip((rank.peak_reserved_bytes for rank in step.ranks), self.limits, strict=True)
         return max((size - limit, size, limit) for size, limit in pairs)
 
-    def _of(self, limit: int) -> str:
+    def named(self, limit: int) -> str:
+        """Return what a rank may reserve, with what says so."""
         is_all = limit == self.job.machine.device_bytes
         which = "machine.device_bytes" if is_all else "--memory-target"
         return f"{format_bytes(limit)} ({which})"

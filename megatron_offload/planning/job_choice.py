@@ -29,6 +29,8 @@ class Planned(NamedTuple):
     found: RunFrontier
     rows: tuple[RowConfig, ...]
     step: Simulation
+    slow_link: Mapping[str, float]
+    """Where a limit of time was asked, what each alternative takes longer with a slower link."""
 
 
 class MissedTargetError(TargetError):
@@ -36,13 +38,11 @@ class MissedTargetError(TargetError):
 
     Attributes:
         step: with the plan that needs least.
-        rank: which misses its target by most.
-        target_bytes: its target.
     """
 
-    def __init__(self, text: str, step: Simulation, rank: int, target_bytes: int) -> None:
+    def __init__(self, text: str, step: Simulation) -> None:
         super().__init__(text)
-        self.step, self.rank, self.target_bytes = step, rank, target_bytes
+        self.step = step
 
 
 class JobChoice:
@@ -113,7 +113,8 @@ class JobChoice:
             chosen = min(one, chosen, key=lambda one: one.num_bytes)
         text = f"at most {most_slowdown_percent:g} % of the step's time"
         text += f", with {SLOW_LINK_SHARE:g} of the bandwidth to the host, too"
-        return self._planned(search, chosen, text)
+        slow = {what: search.slow_percent(one) for what, one in search.alternatives.items()}
+        return self._planned(search, chosen, text)._replace(slow_link=slow)
 
     def _search(self, targets: Sequence[int]) -> Search:
         """Return what was simulated for targets that differ as these do."""
@@ -149,7 +150,7 @@ class JobChoice:
         )
         said = f"rows of a described job, chosen by simulation for {what}"
         found = RunFrontier(said=said, stages=(stage,))
-        return Planned(found, found.rows(), chosen.step)
+        return Planned(found, found.rows(), chosen.step, {})
 
     def _refuse(self, search: Search, least: Judged, targets: Sequence[int]) -> NoReturn:
         """Say by how much the plan misses that needs least."""
@@ -164,10 +165,10 @@ class JobChoice:
         )
         if any(one.num_bytes < least.num_bytes for one in search.alternatives.values()):
             text += ", as a node's host has no more memory (machine.host_bytes)"
-        raise MissedTargetError(text, least.step, rank, target)
+        raise MissedTargetError(text, least.step)
 
 
 def _slow_percent(search: Search, one: Judged) -> float:
-    """Return what a plan takes longer with a slower link; nothing if it is free and written."""
+    """Return what a plan takes longer, with a slower link too; nothing if written and free."""
     is_free = one.percent <= 0 and any(one is other for other in search.alternatives.values())
-    return 0.0 if is_free else search.slow_percent(one)
+    return 0.0 if is_free else max(one.percent, search.slow_percent(one))

@@ -190,6 +190,8 @@ class Judge:
 
     def slow_percent(self, one: Judged) -> float:
         """Return what a plan takes longer with a slower link, too."""
+        if not one.copied_bytes:
+            return one.percent
         if id(one) not in self._slow:
             percent = self._simulated(self._slow_job, one.step.ranks)[1]
             self._slow[id(one)] = max(one.percent, percent), one

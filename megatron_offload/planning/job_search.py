@@ -33,12 +33,16 @@ from megatron_offload.planning.simulate import Simulation
 _LINK_SHARES = (1.0, 0.6, 0.0, 1.6, 0.3, 3.0, 0.8, 1.25, 0.45, 2.2)
 _ANY_SHARE = 10.0  # of the link: what copies take doesn't matter
 _MOST_WORK_US = 4.8e6  # as `Judge` counts it, of one core
-_WRITTEN = 0.5  # of the work for what a person would write, which counts
+_WRITTEN = 0.4  # of the work for what a person would write, which counts
 _NARROWED = 0.1, 0.2, 0.3  # as much again in all, by rounds that narrow down what is asked
 _POLISHED = 0.02  # of it, at a time
 _PLACES = 0.5, 0.25, 0.75  # of a gap, where plans are made
 _NUM_COARSE = 32  # plans, from which on all of a frontier count
-_NUM_WAYS = 6  # to make them
+_WAYS = "anew", "reruns", "copies"
+"""To make them: of a promising family, or by layers of the one that needs more that free more,
+without copies and with."""
+_NARROW_WAYS = "anew", "next", *_WAYS[1:], "single"
+"""Likewise for what is asked: of the next family, too, or by single layers that do otherwise."""
 _MOST_FILLED = 36  # plans in a gap
 _LITTLE = 0.5  # percent: below, gaps count as much
 _LESS_HOPE = 0.7  # times that, for each
@@ -70,7 +74,7 @@ class Search(Judge):
         freeing = (x for x in self._families if x.share == max(_LINK_SHARES))
         most = min(freeing, key=lambda x: self._predicted(fullest, x, self.plans(fullest, x)[-1]))
         self._judge(Ranks(most, tuple(self.plans(rank, most)[-1] for rank in self._ranks)))
-        self._fill_gaps(self._allowed, percent_of, 1.0)
+        self._fill_gaps(self._allowed, percent_of, _WAYS, 1.0)
         self.judged = self._allowed()
         names = ("_found", "_steps", "_errors", "_losses")
         self._known = {name: getattr(self, name) for name in names}
@@ -98,7 +102,7 @@ class Search(Judge):
         self._work_us, is_kept = 0.0, keeps(more)
         for share in _NARROWED:
             between = partial(self._between, more, less, took)
-            self._fill_gaps(between, took, share)
+            self._fill_gaps(between, took, _NARROW_WAYS, share)
             edge = frontier_of(between(), took)
             place = [keeps(one) for one in edge].count(is_kept)
             more, less = edge[max(place, 1) - 1], edge[min(place, len(edge) - 1)]
@@ -117,7 +121,11 @@ class Search(Judge):
         return [one for one in self._found.values() if one.host_bytes <= self._host_bytes]
 
     def _fill_gaps(
-        self, found: Callable[[], list[Judged]], took: Callable[[Judged], float], share: float
+        self,
+        found: Callable[[], list[Judged]],
+        took: Callable[[Judged], float],
+        ways: Sequence[str],
+        share: float,
     ) -> None:
         """Simulate plans between neighbours of a frontier until so much work is done.
 
@@ -138,12 +146,13 @@ class Search(Judge):
             if not pairs:
                 break
             at_end = [x for x in pairs if x[1].num_bytes <= there < x[0].num_bytes]
-            pair = max(at_end if num_filled.total() < _NUM_WAYS and at_end else pairs, key=hope)
-            self._fill(*pair, *divmod(num_filled[_ids(pair)], _NUM_WAYS))
+            pair = max(at_end if num_filled.total() < len(ways) and at_end else pairs, key=hope)
+            times, way = divmod(num_filled[_ids(pair)], len(ways))
+            self._fill(*pair, times, ways[way])
             num_filled[_ids(pair)] += 1
 
-    def _fill(self, more: Judged, less: Judged, times: int, way: int) -> None:
-        """Simulate a plan between two others, in one of several ways."""
+    def _fill(self, more: Judged, less: Judged, times: int, way: str) -> None:
+        """Simulate a plan between two others."""
         gap_bytes = more.num_bytes - less.num_bytes
         level = less.num_bytes + int(gap_bytes * _PLACES[times % len(_PLACES)])
         there = self._job.machine.device_bytes
@@ -151,28 +160,25 @@ class Search(Judge):
             level = there
         self._near_bytes = gap_bytes // 8
         units, plans = more.ranks.family.units, more.ranks.plans
-        if way < 2:  # anew
-            for family, (load, percent) in self._promising(level)[2 * times + way :][:1]:
+        if way in ("anew", "next"):
+            number = 2 * times + (way == "next")
+            for family, (load, percent) in self._promising(level)[number:][:1]:
                 fitting = [
                     self._fitting(x, family, level, self.plans(x, family)) for x in self._ranks
                 ]
                 one = self._judge(Ranks(family, tuple(fitting)))
                 insort(self._losses, (load, one.percent - percent))
-        elif way < 5:  # layers that do as in the other, or what frees more, without copies or with
-            share = (_ANY_SHARE, 0.0, more.ranks.family.share)[way - 2]
-            mixed = list[Plan]()
-            for rank, (plan, other) in enumerate(zip(plans, less.ranks.plans, strict=True)):
-                own = self._actions(rank, units)
-                if way == 2:
-                    own = {x: (_alike(other.actions[x], some),) for x, some in own.items()}
-                choices = {x: (now, *own[x]) for x, now in plan.actions.items()}
-                link = self.layers(rank, units).link_bytes(SLOW_LINK_SHARE * share)
-                mixed.append(
-                    self._fitting(rank, Family(units, share), level, frontier([choices], link))
-                )
-            self._judge(Ranks(Family(units, share), tuple(mixed)))
-        else:
+        elif way == "single":
             self._polish(level if times % 2 else more.num_bytes - 1)
+        else:
+            family = Family(units, _ANY_SHARE if way == "copies" else 0.0)
+            freeing = list[Plan]()
+            for rank, plan in enumerate(plans):
+                own = self._actions(rank, units)
+                choices = {x: (now, *own[x]) for x, now in plan.actions.items()}
+                link = self.layers(rank, units).link_bytes(SLOW_LINK_SHARE * family.share)
+                freeing.append(self._fitting(rank, family, level, frontier([choices], link)))
+            self._judge(Ranks(family, tuple(freeing)))
 
     def _polish(self, level: int) -> None:
         """Let single layers of the quickest plan that fits a level do what is quicker."""
@@ -263,10 +269,3 @@ def is_better(one: Judged, other: Judged) -> bool:
 
 def _ids(pair: tuple[Judged, Judged]) -> tuple[int, int]:
     return id(pair[0]), id(pair[1])
-
-
-def _alike(action: Action, others: Sequence[Action]) -> Action:
-    """Return which of others does the same but for units; else the first."""
-    parts = {x for x in action.parts if x[0] not in UNITS}
-    alike = (x for x in others if {y for y in x.parts if y[0] not in UNITS} == parts)
-    return next(alike, others[0])

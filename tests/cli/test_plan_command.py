@@ -70,6 +70,14 @@ def test_a_file_of_plans_gives_for_the_same_limit_the_same_plan(limit, model, tm
     assert "planned anew, the job may get others" in again
 
 
+def test_a_limit_of_time_shows_what_a_slower_link_costs(model, prints):
+    words = ("plan", model, "--most-slowdown-percent", 8, "--set", "machine.both_gbps=4")
+    *others, chosen = json.loads(prints(*words, "--json"))["alternatives"]
+    assert chosen["slow_link_percent"] <= 8
+    assert any(one["slow_link_percent"] > one["takes_longer_percent"] for one in others)
+    assert prints(*words).count(" slower link |") == 2
+
+
 def test_without_output_a_model_leaves_nothing(model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     assert plan(model, "--memory-target", "1TiB") == 0
@@ -125,7 +133,7 @@ def test_a_job_is_planned_for_its_gpu_whatever_that_takes_or_doesnt_fit(model, p
     assert all(flag.startswith("--model.") for flag in flags)
     assert plan(*on("4MiB")[1:], "--memory-target", "1GiB") == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("does not fit 4.0 MiB of a GPU (machine.device_bytes): pipeline rank")
+    assert first.startswith("does not fit 4.0 MiB (machine.device_bytes): pipeline rank")
     assert re.fullmatch(r"to fit: \S+ MiB are weights, .* no offload frees", second)
 
 
@@ -144,7 +152,7 @@ def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints,
     others = {other.pop("what"): other for other in said["alternatives"]}
     assert found.keys() == others.keys()
     assert {"nothing", "offload everything", "recompute 1 of 2 layers, offload others"} < {*others}
-    for what, (reserved, host, percent) in found.items():
+    for what, (reserved, host, percent, _) in found.items():
         assert reserved == format_bytes(others[what]["reserved_bytes"])
         assert host == format_bytes(others[what]["node_host_bytes"])
         assert percent == f"{others[what]['takes_longer_percent']:+.1f} %"
