@@ -128,11 +128,11 @@ def _within(choice: JobChoice, source: Source, percent: float | None) -> Planned
 
     A limit that was given is kept, though, where both can't be.
     """
-    limit, ranks = _USUAL_PERCENT if percent is None else percent, choice.without.ranks
+    limit = _USUAL_PERCENT if percent is None else percent
     if not any(source.misfits(choice.without)):
         return choice.within(limit)
     try:
-        fitting = choice.under([source.job.machine.device_bytes] * len(ranks))
+        fitting = choice.under(source.limits)
     except TargetError:
         if percent is None:
             raise

@@ -44,12 +44,5 @@ class KeepRules(NamedTuple):
         for keys in by_chunk.values():
             num_kept = int(len(keys) * (1.0 - self.fraction))
             for key in keys[len(keys) - num_kept :]:
-                kept[key] = beyond(self.fraction)
+                kept[key] = f"the fraction that may be offloaded is {self.fraction:g}"
         return kept
-
-
-def beyond(fraction: float) -> str:
-    """Return why a group is kept that lies behind the fraction of its chunk."""
-    if not fraction:
-        return "the fraction that may be offloaded is 0"
-    return f"beyond the fraction {fraction:g} of its chunk"

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron_offload.config import OffloadConfig
-from megatron_offload.core.policy import KeepRules, beyond
+from megatron_offload.core.policy import KeepRules
 from megatron_offload.core.policy_config import RatioConfig
 from megatron_offload.core.profile import GroupKey, StepProfile
 from megatron_offload.engine.group import OffloadGroup
@@ -139,7 +139,7 @@ class Learner:
             return _UNLISTED
         if self.is_open:
             return "" if self.is_short_of_memory() else "what is offloaded is still looked for"
-        default = beyond(0.0) if self.keeps_everything else ""
+        default = "the fraction that may be offloaded is 0" if self.keeps_everything else ""
         chunk, order = group.key  # one that is new is as the last one was
         return self.kept.get(GroupKey(min(chunk, self._last_chunk), order), default)
 

@@ -6,19 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_offload.core.row_config import UNITS, RowConfig
+from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.planning.frontier import (
     BACKWARD_SHARE,
     KEEP,
     LINK_SHARE,
     Action,
+    Part,
     Plan,
     link_bytes,
     total,
 )
-from megatron_offload.planning.job import GroupWork, Job, StageWork
+from megatron_offload.planning.job import GroupWork, Job, RankSettings, StageWork
 from megatron_offload.planning.model_cost import run_again
 from megatron_offload.planning.simulate import fair_rates
 
@@ -65,6 +66,41 @@ def with_rows(job: Job, rows: Sequence[RowConfig], stages: Collection[int] | Non
     chosen = range(len(job.stages)) if stages is None else stages
     pairs = enumerate(job.stages)
     return replace(job, stages=tuple(_stage(x, rows) if n in chosen else x for n, x in pairs))
+
+
+def alternatives(job: Job, settings: RankSettings) -> Iterator[tuple[str, tuple[RowConfig, ...]]]:
+    """Yield what can be done, in words and as rows, of what may be; the first is nothing.
+
+    A plan chooses layer by layer; these are what one sets without it, to see what it wins.
+    """
+    marked = [[group.layer for group in stage.groups if group.is_marked] for stage in job.stages]
+    stages = [sorted({layer for layer in own if layer is not None}) for own in marked]
+    num_layers = max(map(len, stages))
+
+    def some(first: int, end: int, **does: Any) -> RowConfig:
+        chosen = ranges(layer for own in stages for layer in own[first:end])
+        return RowConfig(site="layer", layers=chosen, **does)
+
+    yield "nothing", ()
+    if not num_layers:  # the job recomputes all layers itself
+        return
+    may = settings.recomputable((*UNITS, *WHOLE_SITES))
+    units = units_of(job)
+    selective = [RowConfig(site=unit, recompute=True) for unit in units]
+    is_selective = bool(units) and {*units} <= {*may}
+    if is_selective:
+        yield f"recompute {', '.join(units)}", tuple(selective)
+    counts = sorted({num_layers // 4, num_layers // 2, num_layers} - {0})
+    for count in counts if "layer" in may else ():  # the first of each stage, as ``block``
+        which = "all layers" if count == num_layers else f"{count} of {num_layers} layers"
+        yield f"recompute {which}", (some(0, count, recompute=True),)
+    everything = some(0, num_layers, offload="all")
+    yield "offload everything", (everything,)
+    if is_selective:
+        yield f"offload others, recompute {', '.join(units)}", (*selective, everything)
+    if counts[1:] and "layer" in may:
+        half = some(0, counts[-2], recompute=True), some(counts[-2], num_layers, offload="all")
+        yield f"recompute {counts[-2]} of {num_layers} layers, offload others", half
 
 
 def inflight(job: Job, rank: int) -> Counter[int]:
@@ -149,13 +185,7 @@ class RankLayers:
 
         What is freed counts in all microbatches in flight, the time in one; units count apart.
         """
-        return {
-            layer.number: tuple(
-                action._replace(freed_bytes=layer.num_inflight * action.freed_bytes)
-                for action in self._actions(layer, sites)
-            )
-            for layer in self._layers
-        }
+        return {layer.number: tuple(self._actions(layer, sites)) for layer in self._layers}
 
     def _actions(self, layer: _Layer, sites: Collection[str]) -> Iterator[Action]:
         slowness = layer.stage.slowness(has_engine=True)
@@ -167,6 +197,7 @@ class RankLayers:
                 freed_bytes -= _input_bytes(site, groups, layer.stage)
                 if site in sites and groups and freed_bytes > 0:
                     us = slowness * sum(group.forward_us for group in groups)
+                    freed_bytes *= layer.num_inflight
                     yield Action(((site, "recompute"),), freed_bytes, us)
 
         def offloaded(*own: str) -> Iterator[Action]:
@@ -179,9 +210,9 @@ class RankLayers:
                         us += layer.stage.host_us_per_group * len(groups)
                     names = {group.name for group in groups if group.num_bytes}
                     inner = [x for x, within in _GROUPS.items() if "." in x and within < names]
-                    yield Action(
-                        tuple((x, "all") for x in (site, *inner)), num_bytes, us, num_bytes
-                    )
+                    freed_bytes = layer.num_inflight * num_bytes
+                    parts: list[Part] = [(x, "all") for x in (site, *inner)]
+                    yield Action(tuple(parts), freed_bytes, us, num_bytes)
 
         choices = (
             [KEEP, *rerun(*own), *offloaded(*own)]

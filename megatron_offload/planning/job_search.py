@@ -1,6 +1,6 @@
 """The plans of a described job that are simulated.
 
-First those that a person would write (`planning.alternatives`) and the one that frees most, then,
+First those that a person would write (`alternatives`) and the one that frees most, then,
 again and again, some between two neighbours of the frontier: where the device's memory ends, and
 where the largest gap is. At a level of memory each pipeline rank has the first plan of a frontier
 that fits; a `Family` says which units run again in all layers, and how much of the link copies
@@ -23,11 +23,10 @@ from itertools import pairwise, product
 from operator import attrgetter
 
 from megatron_offload.core.row_config import UNITS, RowConfig
-from megatron_offload.planning.alternatives import alternatives
 from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 from megatron_offload.planning.job import Job, RankSettings
 from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Family, Judge, Judged, Ranks
-from megatron_offload.planning.job_rows import units_of
+from megatron_offload.planning.job_rows import alternatives, units_of
 from megatron_offload.planning.simulate import Simulation
 
 _LINK_SHARES = (1.0, 0.6, 0.0, 1.6, 0.3, 3.0, 0.8, 1.25, 0.45, 2.2)
@@ -88,15 +87,9 @@ class Search(Judge):
     ) -> tuple[Judged, Judged]:
         """Return neighbours that are nearer to each other than two of a frontier.
 
-        The first needs more memory and takes less time than the second; one of them keeps what is
-        asked. What is found before depends on nothing but the two, and lies between them; so what
-        another question finds is in order.
-
-        Args:
-            more: what needs more memory.
-            less: what takes more time.
-            took: the time.
-            keeps: whether a plan keeps what is asked.
+        The first needs more memory and ``took`` less time than the second; one of them ``keeps``
+        what is asked. What is found before depends on nothing but the two, and lies between them;
+        so what another question finds is in order.
         """
         vars(self).update({name: value.copy() for name, value in self._known.items()})
         self._work_us, is_kept = 0.0, keeps(more)

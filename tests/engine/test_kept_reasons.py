@@ -29,7 +29,7 @@ FULL = {"host_memory_bytes": 4 * KIB, "host_slab_bytes": 4 * KIB}
     [
         ({}, set()),
         ({"fraction": 0.0, "recompute": ["norm"]}, {"the fraction that may be offloaded is 0"}),
-        ({"fraction": 0.5}, {"beyond the fraction 0.5 of its chunk"}),
+        ({"fraction": 0.5}, {"the fraction that may be offloaded is 0.5"}),
         (ROOMY, {"needed too soon in backward"}),
         ({"host_memory_bytes": 8 * KIB, "host_slab_bytes": 4 * KIB}, {FULL_HOST}),
     ],

@@ -21,7 +21,7 @@ def test_compare_ends_with_the_page_and_where_it_is(compared):
     text = page.read_text()
     assert "Bitwise identical over 4 steps on 2 ranks" in text
     assert text.count('<figure class="timeline"') == 2
-    assert "beyond the fraction 0.5 of its chunk" in text
+    assert "the fraction that may be offloaded is 0.5" in text
 
 
 def test_the_report_says_what_the_run_did(compared):
