@@ -62,9 +62,7 @@ def read_config(given: Given) -> TrainConfig:
     num_tokens = config.data.micro_batch_size * config.model.sequence_length
     for row in config.offload.rows or ():
         if row.min_tokens > num_tokens:
-            _logger.warning(
-                "row %s does nothing: a microbatch has %d tokens", row, num_tokens
-            )
+            _logger.warning("row %s does nothing: a microbatch has %d tokens", row, num_tokens)
     return config
 
 
