@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise, product
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -319,6 +319,8 @@ class SiteTimes(CallTimes):
         """Layers whose backward has begun, in order, and when."""
         self.is_partial = False
         """Whether a backward was for some tensors alone, in which checkpoints raise."""
+        self.sizes = [1.0]
+        """As ``scale``, of other forwards in which rows will be followed."""
 
     def _ended(self, path: str, began_us: float, args: Any, output: Any) -> None:
         if self._sites[path].name != "layer":
@@ -391,5 +393,6 @@ class SiteTimes(CallTimes):
         """
         if self.holds_back or not self._host_us:  # on virtual time the host takes none
             return 0.0
-        slack_us = (self.forward_us / self.scale - self._host_us) / self._num_layers
-        return host_us * min(1.0, max(0.0, 1 - slack_us / max(host_us, _LAYER_US)))
+        device_us, most_us = self.forward_us / self.scale, max(host_us, _LAYER_US)
+        slack_us = [(device_us * size - self._host_us) / self._num_layers for size in self.sizes]
+        return host_us * mean(min(1.0, max(0.0, 1 - slack / most_us)) for slack in slack_us)

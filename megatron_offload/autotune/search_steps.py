@@ -121,6 +121,8 @@ class SearchSteps(FollowedRows):
         timing = partial(SiteTimes, sites or timed, backend, holds_back=holds_back)
         times = yield from self._look("timed", timing)
         times.scale = self._watched_tokens / self._look_tokens
+        if not holds_back:
+            times.sizes = [tokens / self._look_tokens for tokens in self._times.long]
         self._num_inflight = max(1.0, self._clock.most_pending / len(self._trained))
         self._forward_us = times.forward_us
         gbps = measure_link(manager)

@@ -77,8 +77,9 @@ def test_the_host_s_time_counts_where_layers_take_no_longer_than_to_be_launched(
     timing.end()
     assert timing.forward_us == 6 * 3000
     assert timing.host_share == 1.0
-    timing._host_us -= layers._LAYER_US / 4 * 6
-    timing.scale = 7.0
+    timing.scale, timing.sizes = 7.0, [2.0, 1.0, 0.5]
+    assert timing.host_share == pytest.approx(2 / 3), "the longest is slower than the host"
+    timing.sizes = [1 + layers._LAYER_US / 4 / 3000]
     assert timing.host_share == pytest.approx(0.75)
     assert timing.exposed_us(100) == pytest.approx(75), "as a part of what rows do in a layer"
     assert timing.exposed_us(5000) == pytest.approx(5000 - layers._LAYER_US / 4)
