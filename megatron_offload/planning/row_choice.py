@@ -250,7 +250,7 @@ class RowChoice:
             )
             if found is None:
                 found = expected
-            elif is_known or found.percent - found.error <= limit:  # else it speaks against it
+            elif found.percent - found.error <= limit:  # else it speaks against it
                 found = found.beside(expected)
             is_clear = is_known and abs(found.percent - limit) > found.error
             if not is_clear and self._num_measured < _MOST_MEASURED:
