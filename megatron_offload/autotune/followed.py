@@ -40,6 +40,9 @@ _OUTSIDE = (
     " (a loss by rows makes no copies of logits: docs/recompute.md)"
 )
 
+_MUCH_LONGER = 4.0  # forwards for which rows are looked for again, where there are none
+_MOST_SEARCHES = 3  # so often at most
+_MOST_UNTRIMMED = 32  # forwards behind a search, of which none is long
 MOST_SHARE = 0.85  # of the device's memory, what plans may reserve where it has no room for all
 _MOST_FILLED = 0.95  # likewise in a forward that is larger than all before
 LEAST_SHARE = 0.25  # of what is saved: where layers save less, all of it frees more
@@ -83,7 +86,7 @@ class FollowedRows(OldAttributes):
 
     def begin(self, manager: PipelineOffloadManager) -> None:
         """Begin anew, with what the manager's configuration leaves open."""
-        self._manager = ref(manager)
+        self._manager, self._num_begun = ref(manager), 0
         self._begin_anew()
 
     def serve(self, hook: Callable[[], object], groups: AutomaticGroups | None = None) -> None:
@@ -103,14 +106,17 @@ class FollowedRows(OldAttributes):
 
     def _begin_anew(self) -> None:
         manager = self.manager
+        self._num_begun += 1
         self._times = StepTimes(manager.backend.sync_elapsed_us)
         self.plan: Plan | None = None
         self.said = self._stage = ""
         self._clock: ModelSteps | None = None
         self._is_alone, self._speaks = True, rank_in() == 0
-        self._is_tight = self._has_moved = self._is_trimmed = False
-        """Whether there is no room for a step without rows; a plan has offloaded anything; what
-        only other plans needed is free."""
+        self._is_tight = self._has_moved = self._is_outgrown = False
+        """Whether there is no room for a step without rows; a plan has offloaded anything; rows are
+        to be looked for again."""
+        self._num_untrimmed = _MOST_UNTRIMMED
+        """Forwards, until one of any length frees what only other plans needed."""
         self._longest, self._bare_tokens = math.inf, 1.0
         """Of forwards so far; and of those of the search."""
         self._num_ooms = self._num_over = 0
@@ -254,21 +260,25 @@ class FollowedRows(OldAttributes):
 
     def _trim(self) -> None:
         """Free what only other plans, and looking, needed of the device and of the host."""
-        self._is_trimmed = True
+        self._num_untrimmed = 0
         self.manager.host_pool.prepare(0)
         self.manager.backend.trim_device()
 
     def _trim_when_full(self) -> None:
         """Do so as a forward ends, if it is the fullest of its step, and a long one.
 
-        Else what it has needed is had anew, which takes a step long.
+        Else what it has needed is had anew, which takes a step long. In the last that may pass this
+        is done all the same: a program may have none that is as full as one in the search.
         """
         clock = self._clock
-        if self._is_trimmed or self.plan is None or clock is None:
+        if not self._num_untrimmed or self.plan is None or clock is None:
             return
+        if self.manager.backend.is_capturing():
+            return
+        self._num_untrimmed = max(1, self._num_untrimmed - 1)
         is_full = 0 < clock.most_pending <= clock.num_pending
         is_long = is_full and clock.tokens[-1] >= self._times.measured_tokens
-        if is_long and not self.manager.backend.is_capturing():
+        if is_long or self._num_untrimmed == 1:
             self._trim()
 
     def _see_length(self, tokens: float) -> None:
@@ -276,6 +286,9 @@ class FollowedRows(OldAttributes):
         if tokens > self._longest and is_recording():
             self._longest = tokens
             self._make_room(tokens)
+            # What frees nothing, or takes too long, in short steps may pay in such.
+            is_longer = self._is_alone and tokens >= _MUCH_LONGER * self._bare_tokens
+            self._is_outgrown = is_longer and not self.plan and self._num_begun < _MOST_SEARCHES
 
     def _see_memory(self) -> None:
         """Free more, if the step that is over had too little memory, or took more than it may."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise, product
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
@@ -39,7 +39,9 @@ _LEAST_BYTES = 1 << 20  # of a tensor that is offloaded: a smaller one frees lit
 # Megatron's small layers on an H200: the log of measurements, 2026-11-30).
 _SITE_US = 250.0  # what a call that runs again takes of the host's time besides
 _GROUP_US = 450.0  # likewise a group that is offloaded
-_TENSOR_US = 65.0  # and each of its tensors, with a view of it
+_TENSOR_US = 45.0  # and each of its tensors
+_VIEW_US = 20.0  # and each view of them that is saved
+_KEPT_US = 4.0  # and each tensor at all
 _LAYER_US = _GROUP_US + _MOST_TENSORS * _TENSOR_US  # and what is offloaded of a layer, at most
 _UNIT_US_PER_BYTE = 1e-6  # of an activation that is called again, which reads and writes memory
 _PART_US = 1000.0  # what a copy takes at least that is worth a group of its own
@@ -65,6 +67,9 @@ class LayerWatch(SavedMemory):
         self._inputs: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self.tokens: set[float] = set()
         """That the sites were given, but experts."""
+        self.saving: set[str] = set()
+        """Those that saved something: not what only passes on what it is given. Known once
+        `actions` has been asked."""
 
     def begin(self) -> None:
         """Watch what comes."""
@@ -100,19 +105,6 @@ class LayerWatch(SavedMemory):
                 self.storages.append(StorageRef(leaf.untyped_storage()))
                 self._inputs[path][self.storages[-1].cdata] = layout_of(leaf).num_bytes
 
-    @cached_property
-    def inside(self) -> Mapping[str, Mapping[int, bool]]:
-        """By site that saves anything what that is, and whether no other call saves it."""
-        found: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-        for key, paths in self.savers.items():
-            around = [
-                {*accumulate(path.split("."), "{}.{}".format)} & self._sites.keys()
-                for path in paths
-            ]
-            for path in set().union(*around):
-                found[path][key] = all(path in one for one in around)
-        return {path: found[path] for path in self._sites if path in found}
-
     def actions(
         self,
         times: SiteTimes,
@@ -128,74 +120,76 @@ class LayerWatch(SavedMemory):
             numbers: of layers that were not watched, and are taken to be like the last that was.
             may_offload: whether what the site saves of this name and dotted name may be offloaded.
         """
+        found = tuple[defaultdict[int, list[_SeenSite]], ...](defaultdict(list) for _ in range(2))
+        savers, made, num_saved = self.savers, self.made, Counter[str]()
+        for calls, _ in self.saves:
+            num_saved.update(call.path for call in calls)
+        self._num_calls = Counter(x.path for x in {x for calls, _ in self.saves for x in calls})
+        all_inside: defaultdict[str, dict[int, bool]] = defaultdict(dict)
+        for key, paths in savers.items():
+            around = [
+                {*accumulate(path.split("."), "{}.{}".format)} & self._sites.keys()
+                for path in paths
+            ]
+            for path in set().union(*around):
+                all_inside[path][key] = all(path in one for one in around)
+        readers = Counter(
+            (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
+        )
+        for path, site in self._sites.items():
+            inside = all_inside[path]
+            if not inside:
+                continue
+            self.saving.add(path)
+            units: defaultdict[str, list[int]] = defaultdict(list)
+            for key in inside.keys() & made.keys():
+                units[made[key]].append(self.sizes[key])
+            inputs = self._inputs[path]
+            kept_bytes = sum(
+                size
+                for key, size in inputs.items()
+                if key not in savers and readers[site.name, key] == 1
+            )
+            for has_units, layers in enumerate(found):
+                saved = {
+                    x: is_own for x, is_own in inside.items() if not has_units or x not in made
+                }
+                freed_bytes = sum(
+                    self.sizes[x] for x, is_own in saved.items() if is_own and x not in inputs
+                )
+                own = [KEEP]
+                if site.name == MOE_ACT and times.is_partial:
+                    continue
+                if site.name == MOE_ACT:  # what is behind it saves what it returns
+                    experts = {} if has_units else all_inside[path.rpartition(".")[0]]
+                    every = saved | {x: y for x, y in experts.items() if made.get(x) == "mlp_act"}
+                    num_bytes = sum(self.sizes[x] for x, is_own in every.items() if is_own)
+                    us = _UNIT_US_PER_BYTE * num_bytes + times.exposed_us(_SITE_US)
+                    own.append(Action(((MOE_ACT, "recompute"),), num_bytes, us))
+                elif not site.refusal and freed_bytes > kept_bytes:
+                    us = times.us(path) + times.exposed_us(_SITE_US)
+                    own.append(Action(((site.name, "recompute"),), freed_bytes - kept_bytes, us))
+                if gbps > 0 and site.name != MOE_ACT and may_offload(site.name, path):
+                    own += self._offloads(path, saved, num_saved[path], times, gbps)
+                again = KEEP
+                for unit, sizes in units.items() if has_units and site.name == "layer" else ():
+                    host_us = (_SITE_US + _GROUP_US) * len(sizes)
+                    us = _UNIT_US_PER_BYTE * sum(sizes) + times.exposed_us(host_us)
+                    again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
+                layers[site.layer].append(_SeenSite(site.name, own, again))
         most_bytes = {number: gbps * 1e3 * us for number, us in times.copied_us().items()}
         kinds: list[dict[int, tuple[Action, ...]]] = []
-        for has_units in (False, True) if self.made else (False,):
-            seen: defaultdict[int, list[_SeenSite]] = defaultdict(list)
-            for path, site in self._sites.items():
-                if path not in self.inside or (site.name == MOE_ACT and times.is_partial):
-                    continue
-                saved = self.inside[path]
-                if has_units:
-                    saved = {x: is_own for x, is_own in saved.items() if x not in self.made}
-                own = [KEEP, *self._recomputes(path, saved, times, has_units=has_units)]
-                if gbps > 0 and site.name != MOE_ACT and may_offload(site.name, path):
-                    own += self._offloads(path, saved, times, gbps)
-                is_layer = has_units and site.name == "layer"
-                again = self._units(path, times) if is_layer else KEEP
-                seen[site.layer].append(_SeenSite(site.name, own, again))
-            given = {x: tuple(_actions_of(own, most_bytes[x])) for x, own in seen.items()}
+        for layers in found if made else found[:1]:
+            given = {x: tuple(_actions_of(seen, most_bytes[x])) for x, seen in layers.items()}
             for number, actions in kinds[0].items() if kinds else ():
                 # In what runs again as a whole no function does by itself.
                 given[number] += tuple(x for x in actions if ("layer", "recompute") in x.parts)
             kinds.append(given)
-        last = max(kinds[0], default=-1)
+        last = max(found[0], default=-1)
         return [_alike(one | {number: one[last] for number in numbers if one}) for one in kinds]
 
-    def _recomputes(
-        self, path: str, saved: Mapping[int, bool], times: SiteTimes, *, has_units: bool
-    ) -> Iterator[Action]:
-        """Yield what recomputes a site of which this is saved, if that frees anything."""
-        site, inputs, made = self._sites[path], self._inputs[path], self.made
-        us = times.exposed_us(_SITE_US)
-        if site.name == MOE_ACT:  # what is behind it saves what it returns
-            experts = {} if has_units else self.inside[path.rpartition(".")[0]]
-            every = {**saved, **{x: y for x, y in experts.items() if made.get(x) == "mlp_act"}}
-            num_bytes = sum(self.sizes[x] for x, is_own in every.items() if is_own)
-            yield Action(((MOE_ACT, "recompute"),), num_bytes, us + _UNIT_US_PER_BYTE * num_bytes)
-        elif not site.refusal:
-            freed = (x for x, is_own in saved.items() if is_own and x not in inputs)
-            kept = (x for x in inputs if x not in self.savers and self._readers[site.name, x] == 1)
-            num_bytes = sum(self.sizes[x] for x in freed) - sum(inputs[x] for x in kept)
-            if num_bytes > 0:
-                yield Action(((site.name, "recompute"),), num_bytes, us + times.us(path))
-
-    @cached_property
-    def _num_calls(self) -> Counter[str]:
-        """How many calls of each module have saved anything."""
-        return Counter(x.path for x in {x for calls, _ in self.saves for x in calls})
-
-    @cached_property
-    def _readers(self) -> Counter[tuple[str, int]]:
-        """How many sites of a name are given each storage."""
-        return Counter(
-            (self._sites[path].name, key) for path, all_ in self._inputs.items() for key in all_
-        )
-
-    def _units(self, path: str, times: SiteTimes) -> Action:
-        """Return what lets functions in a layer run again."""
-        units: defaultdict[str, list[int]] = defaultdict(list)
-        for key in self.inside[path].keys() & self.made.keys():
-            units[self.made[key]].append(self.sizes[key])
-        again = KEEP
-        for unit, sizes in units.items():
-            us = times.exposed_us((_SITE_US + _GROUP_US) * len(sizes))
-            us += _UNIT_US_PER_BYTE * sum(sizes)
-            again = total((again, Action(((unit, "recompute"),), sum(sizes), us)))
-        return again
-
     def _offloads(
-        self, path: str, saved: Mapping[int, bool], times: SiteTimes, gbps: float
+        self, path: str, saved: Mapping[int, bool], num_saved: int, times: SiteTimes, gbps: float
     ) -> Iterator[Action]:
         """Yield what offloads a site, of what it saves, and whether it is saved there alone."""
         site, inner = self._sites[path], Counter[str]()
@@ -205,10 +199,11 @@ class LayerWatch(SavedMemory):
         # A group takes some of the host's time, so that it has to be worth a copy.
         least_bytes = max(_LEAST_BYTES, _PART_US * gbps * 1e3)
         large = sorted(x for x, size in inner.items() if x and size >= least_bytes)
-        sizes = [(self.sizes[x], is_own) for x, is_own in saved.items()]
+        sizes = [(self.sizes[x], is_own, len(self.savers[x])) for x, is_own in saved.items()]
         found = _offloads(sizes, self._num_calls[path], has_inner=bool(large))
-        for what, num_tensors, num_bytes in found:
-            us = times.exposed_us(_GROUP_US + _TENSOR_US * num_tensors)
+        for what, num_tensors, num_views, num_bytes in found:
+            host_us = _GROUP_US + _TENSOR_US * num_tensors + _VIEW_US * num_views
+            us = times.exposed_us(host_us + _KEPT_US * num_saved)
             us += times.copy_share * num_bytes / gbps / 1e3
             parts: list[Part] = [(site.name, what)]
             parts += [(part, "all") for part in large if what == "all"]
@@ -226,26 +221,28 @@ def _part(site: Site, path: str, saver: str) -> str:
 
 
 def _offloads(
-    sizes: Iterable[tuple[int, bool]], num_calls: int = 1, *, has_inner: bool
-) -> Iterator[tuple[int | Literal["all"], int, int]]:
+    sizes: Iterable[tuple[int, bool, int]], num_calls: int = 1, *, has_inner: bool
+) -> Iterator[tuple[int | Literal["all"], int, int, int]]:
     """Yield what of a site may be offloaded, of the sizes of what it saves.
 
-    With these comes whether they are saved there alone. With what is offloaded comes how many
-    tensors that is, and their bytes. Rows pick the largest tensors of each call, all alike; where
-    others save one too, all that are left to a site may go. With parts that are groups of their own
-    (``has_inner``) all of it leaves sooner.
+    With these come whether they are saved there alone, and how often. With what is offloaded comes
+    how many tensors that is, how often these are saved, and their bytes. Rows pick the largest
+    tensors of each call, all alike; where others save one too, all that are left to a site may go.
+    With parts that are groups of their own (``has_inner``) all of it leaves sooner.
     """
-    num_bytes, ordered = 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
+    num_bytes, num_views, ordered = 0, 0, sorted(sizes, key=lambda one: (-one[0], one[1]))
     for number in range(1, _MOST_TENSORS + 1):
         taken = ordered[(number - 1) * num_calls : number * num_calls]
-        if not (taken and all(own and size >= _LEAST_BYTES for size, own in taken)):
+        if not (taken and all(own and size >= _LEAST_BYTES for size, own, _ in taken)):
             break
-        num_bytes += sum(size for size, _ in taken)
+        num_bytes += sum(size for size, *_ in taken)
+        num_views += sum(views for *_, views in taken)
         if number * num_calls < len(ordered) or not has_inner:
-            yield number, min(number * num_calls, len(ordered)), num_bytes
-    own = [size for size, is_own in ordered if is_own]
-    if sum(own) - (0 if has_inner else num_bytes) >= _LEAST_BYTES:
-        yield "all", len(own), sum(own)
+            yield number, min(number * num_calls, len(ordered)), num_views, num_bytes
+    own = [(size, views) for size, is_own, views in ordered if is_own]
+    all_bytes, all_views = map(sum, zip(*own, strict=True)) if own else (0, 0)
+    if all_bytes - (0 if has_inner else num_bytes) >= _LEAST_BYTES:
+        yield "all", len(own), all_views, all_bytes
 
 
 class _SeenSite(NamedTuple):

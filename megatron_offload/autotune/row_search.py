@@ -69,7 +69,9 @@ class RowSearch(SearchSteps):
         self._takes_part = groups is not None and is_recording() and manager.do_offload
         if not self._takes_part or groups is None:
             return
-        if self.is_converged:
+        if self._is_outgrown:
+            self._begin_anew()
+        elif self.is_converged:
             self._see_memory()
         elif not self._is_graph() and (clock is None or clock.is_over()):
             groups.end_step_if_over()

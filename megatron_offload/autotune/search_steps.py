@@ -16,14 +16,14 @@ from megatron_offload.autotune.agree import Ranks, is_alone
 from megatron_offload.autotune.followed import ADVICE, LEAST_SHARE, MOST_SHARE, FollowedRows
 from megatron_offload.autotune.layers import LayerWatch, SiteTimes
 from megatron_offload.autotune.model_steps import ModelSteps
-from megatron_offload.autotune.row_answers import ANSWER, RowAnswers
+from megatron_offload.autotune.row_answers import ANSWER, RowAnswers, by_layer
 from megatron_offload.core.row_config import UNITS, RowConfig, ranges
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.machine.bandwidth import BandwidthError, Link, median_rates
 from megatron_offload.model_map.module_hooks import named_modules
 from megatron_offload.model_map.sites import Site, sites_of_layers
 from megatron_offload.observe.verdicts import NO_CLOCK
-from megatron_offload.planning.frontier import KEEP, Part, Plan
+from megatron_offload.planning.frontier import KEEP, Part, Plan, frontier
 from megatron_offload.recompute.sites import unproven_sites
 
 StepKind: TypeAlias = Literal["open", "watched", "timed", "bare", "trying", "warming", "rows"]
@@ -42,6 +42,7 @@ _PROBE_BYTES = 32 << 20  # what one of the copies moves that time the link
 _LEAST_LONG_SHARE = 0.25  # of forwards, by which plans are for long ones alone
 _MOST_SHORT = 3  # so many smaller ones are looked at in vain
 _MODEL = -1  # in place of a layer's number
+_LARGE_SHARE = 0.5  # of what is saved: where layers that don't run again free less, all may move
 
 
 class SearchSteps(FollowedRows):
@@ -137,7 +138,13 @@ class SearchSteps(FollowedRows):
             is_pipeline = self._num_inflight > 1
             layers = [x for numbers, _ in self._kinds[0] for x in numbers]
             self._link_bytes = times.link_bytes(gbps, layers, is_pipeline=is_pipeline)
-        self._saving, self._has_lengths = {*watch.inside}, len(watch.tokens) == 1
+            is_plain = self._has_groups and is_alone() and all(x.refusal for x in sites.values())
+            if is_plain and not (self._is_tight or self._named_recompute or times.host_share):
+                has_copies = any(x.copied_bytes for _, own in self._kinds[0] for x in own)
+                most_bytes = frontier(by_layer(self._kinds), self._link_bytes)[-1].freed_bytes
+                if has_copies and most_bytes < _LARGE_SHARE * self._saved_bytes:
+                    self._kinds.append(all_of_it)
+        self._saving, self._has_lengths = watch.saving, len(watch.tokens) == 1
         # What ranks have alike that have the same layers.
         seen = sorted((site.layer, x) for x, site in all_sites.items() if x in watch.called)
         self._stage = f"{manager.learner.pp_rank or 0}/{zlib.crc32(repr(seen).encode()):x}"

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from layered_job import WIDTH, LayeredJob, auto
+from layered_job import WIDTH, LayeredJob, actions, auto
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from virtual_clock import Tick
 
-from megatron_offload.autotune import layers
+from megatron_offload.autotune import layers, search_steps
 from megatron_offload.backends.simulated import SimulatedBackend
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.integrations.torch_pipelining import offload_pipeline
@@ -104,7 +104,11 @@ def test_parts_of_a_layer_without_mlp_are_named_from_the_layer(monkeypatch):
             return job.note(self.inner(job.note(x.sin())).sigmoid())
 
     job = LayeredJob(1.0, layer=Block, policy=auto(3))
+    job.found()
+    assert actions(job.search.plan.rows()) == {("model", "all")}, "layers' rows free less than half"
+    monkeypatch.setattr(search_steps, "_LARGE_SHARE", 0.0)
     monkeypatch.setattr(layers, "_PART_US", 0.0)
+    job = LayeredJob(1.0, layer=Block, policy=auto(3))
     assert "rows" in job.found().said
     assert {row.site for row in job.manager.rows} == {"layer", "inner"}
     assert job.manager.last_step.offloaded_bytes > 0
@@ -126,16 +130,18 @@ def test_a_plan_is_tried_once_its_memory_is_ready_and_the_allocator_is_left_alon
     assert trims == ["rows"]
 
 
-def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(monkeypatch):
+@pytest.mark.parametrize(("num_short", "last"), [(1, 16), (29, 4)])
+def test_the_device_s_memory_is_given_back_as_a_long_forward_ends(num_short, last, monkeypatch):
     job, trims = LayeredJob(0.1, policy=auto(3)), []
     monkeypatch.setattr(job.backend, "trim_device", lambda: trims.append(job.meter.live_bytes))
     while not job.search.is_converged:
         job.step(4 if job.search._kind == "rows" else 16)
     assert job.manager.rows
-    job.step(4)
+    for _ in range(num_short):
+        job.step(4)
     assert not trims, "what a long step needs would be had anew, which takes a step long"
     for _ in range(2):
-        job.step(16)
+        job.step(last)
     assert trims == [pytest.approx(job.peak_bytes, rel=0.2)], "once, with all of it in use"
 
 

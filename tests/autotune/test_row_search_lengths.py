@@ -12,11 +12,14 @@ from layered_job import (
     WIDTH,
     GradientCheckpointingLayer,
     LayeredJob,
+    PlainLayer,
     TimedMlp,
     auto,
     found_job,
 )
 from virtual_clock import Tick
+
+from megatron_offload.autotune import layers
 
 pytestmark = pytest.mark.by_default
 
@@ -125,13 +128,34 @@ def test_plans_are_for_all_forwards_where_several_come_before_their_backwards():
     assert {plan.min_tokens for plan in job.search._own.plans} == {0}
 
 
-def test_steps_that_grow_begin_nothing_anew():
+def test_much_longer_steps_are_looked_at_where_nothing_was_found_before(monkeypatch):
+    monkeypatch.setattr(layers, "_LEAST_BYTES", 1 << 14)
+    job = found_job(1.0, policy=auto(20), layer=PlainLayer, lengths=(2,))
+    assert not job.manager.rows
+    assert "tensors smaller than 1 MiB" in job.search.said
+    for _ in range(60):
+        job.step(7)
+    assert job.search.is_converged, "not by so little"
+    job.step(128)
+    assert job.search.is_converged
+    for _ in range(60):
+        job.step(128)
+    assert job.search.is_converged
+    assert job.manager.rows
+    for length in (300, 600, 1200, 2400):
+        job.step(length)
+        assert job.search.is_converged
+
+
+def test_steps_that_grow_for_ever_are_looked_at_three_times():
     job = LayeredJob(0.001, policy=auto(1))
-    for length in (2, 8, 32, 128):
+    begun = []
+    for length in (2, 8, 32, 128, 512):
         for _ in range(25):
             job.step(length)
+        begun.append(job.search._num_begun)
         assert job.search.is_converged
-        assert not job.manager.rows
+    assert begun == [1, 2, 3, 3, 3]
 
 
 def test_where_memory_runs_out_in_a_short_forward_it_has_rows_too():

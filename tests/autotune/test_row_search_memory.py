@@ -17,6 +17,7 @@ from layered_job import (
     target,
 )
 
+from megatron_offload.autotune import search_steps
 from megatron_offload.autotune.row_search import RowSearch
 from megatron_offload.backends.base import DeviceMemory
 
@@ -41,7 +42,8 @@ def test_a_layer_alone_in_too_little_memory_is_recomputed_and_no_error():
     assert "layers can't be recomputed here unasked, or it has one" in job.search.said
 
 
-def test_rows_of_which_nothing_leaves_are_not_followed():
+def test_rows_of_which_nothing_leaves_are_not_followed(monkeypatch):
+    monkeypatch.setattr(search_steps, "_LARGE_SHARE", 0.0)
     job = found_job(1.0, policy=auto(20), layer=PlainLayer, num_layers=2)
     assert "needed again at once" in job.search.said
     assert not job.manager.rows

@@ -122,6 +122,15 @@ def test_what_functions_make_is_offloaded_or_made_again():
     times.host_share, times.exposed_us = 1.0, float
     again = next(x for x in done(watch, times) if x.parts == (act,))
     assert again.us > next(x for x in actions if x.parts == (act,)).us + 100
+    before = {one.parts: one.us for one in done(watch, times)}
+    watch.saves += [(watch.saves[0][0], None)] * 50  # what is kept takes the host's time too
+    after = {one.parts: one.us for one in done(watch, times)}
+    assert after[("mlp", 1),] - before[("mlp", 1),] == pytest.approx(50 * layers._KEPT_US)
+    watch.saves += [(watch.saves[0][0], 2)] * 10  # so are views of what is offloaded
+    del watch.savers
+    more = {one.parts: one.us for one in done(watch, times)}
+    more_us = 10 * (layers._KEPT_US + layers._VIEW_US)
+    assert more[("mlp", 1),] - after[("mlp", 1),] == pytest.approx(more_us)
 
 
 def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_the_mlp_done():
@@ -140,10 +149,10 @@ def test_of_grouped_experts_the_activation_alone_is_recomputed_or_something_of_t
 
 
 def test_of_tensors_of_one_size_those_that_others_save_too_come_first():
-    found = layers._offloads([(4, True), (4, False), (2, True)], has_inner=False)
+    found = layers._offloads([(4, True, 1), (4, False, 1), (2, True, 1)], has_inner=False)
     assert [what for what, *_ in found] == ["all"], "a row for one might pick the other's"
 
 
 def test_as_many_tensors_are_offloaded_of_each_call_of_a_site():
-    found = layers._offloads([(8, True)] * 3 + [(4, True)] * 6, 3, has_inner=True)
-    assert [*found] == [(1, 3, 24), (2, 6, 36), ("all", 9, 48)]
+    found = layers._offloads([(8, True, 1)] * 3 + [(4, True, 2)] * 6, 3, has_inner=True)
+    assert [*found] == [(1, 3, 3, 24), (2, 6, 9, 36), ("all", 9, 15, 48)]
