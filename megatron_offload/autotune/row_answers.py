@@ -91,5 +91,5 @@ class RowAnswers:
             choice.refuse(refused)
         else:
             self._is_trying = False
-            return not self._policy.measured_plans, choice.predicted()
+            return choice.is_blind or not self._policy.measured_plans, choice.predicted()
         return choice.next()

@@ -152,11 +152,11 @@ class SearchSteps(FollowedRows):
         has_bare = not (self._is_tight or holds_back)
         first = RowAnswers(self._policy)([json.dumps(self._words())])
         plan = ANSWER.validate_json(first)[-1][self._stage]
-        yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
+        ready_bytes = yield from self._prepare(plan, _NUM_BARE if has_bare else 0)
         if has_bare:
             self._bare_bytes = backend.memory().peak_allocated_bytes
         self._longest = self._bare_tokens = max(self._times.tokens)
-        yield from self._agree()
+        yield from self._agree(ready_bytes)
 
     def _sites(self) -> dict[str, Site]:
         """Return layers and their parts by dotted name, in that of their model's number."""
@@ -196,28 +196,33 @@ class SearchSteps(FollowedRows):
             elif not self._has_failed:
                 return look
 
-    def _prepare(self, plan: Plan, num_steps: int = 0) -> Generator[StepKind, None, None]:
+    def _prepare(self, plan: Plan, num_steps: int = 0) -> Generator[StepKind, None, float]:
         """Let memory be touched that a plan will pin; wait for it, but not for other ranks.
 
-        So many steps pass at least.
+        So many steps pass at least. Returned is what a plan may copy of a forward as large as the
+        one that was watched, without pinning any that isn't ready.
         """
         pool, backend = self.manager.host_pool, self.manager.backend
-        most = _MOST_BARE if is_alone() else num_steps
         for number in itertools.count():
             size = max(self._times.tokens) / self._watched_tokens  # a longer forward may have come
+            share = _SPARE_SHARE * size * self._num_inflight
             is_of_use = size * self._largest_bytes <= pool.slab_bytes and not self._is_tight
-            wanted_bytes = int(_SPARE_SHARE * size * self._num_inflight * plan.copied_bytes)
-            missing_bytes = min(wanted_bytes, pool.cap_bytes) - pool.stats.slab_bytes_total
-            is_ready = not (is_of_use and missing_bytes > 0)
-            if not is_ready and backend.is_host_prepared:
+            wanted_bytes = min(int(share * plan.copied_bytes), pool.cap_bytes) if is_of_use else 0
+            missing_bytes = wanted_bytes - pool.stats.slab_bytes_total
+            if missing_bytes > 0 and backend.is_host_prepared:
                 pool.prepare(missing_bytes)
-                is_ready = backend.is_host_prepared  # there is no thread that does it
-            if number >= num_steps and (is_ready or number >= most):
-                return
+                if backend.is_host_prepared:  # there is no thread that does it
+                    missing_bytes = 0
+            most = _MOST_BARE if is_alone() else num_steps
+            if number >= num_steps and (missing_bytes <= 0 or number >= most):
+                break
             yield "bare"
             pool.pin_prepared()
+        return math.inf if missing_bytes <= 0 else pool.stats.slab_bytes_total / share
 
-    def _agree(self, refusal: str = "") -> Generator[StepKind, None, None]:
+    def _agree(
+        self, ready_bytes: float = math.inf, refusal: str = ""
+    ) -> Generator[StepKind, None, None]:
         """Follow one plan after the other, as the first rank says, until one is final.
 
         Ranks that have the same layers follow the same rows, and no rank drops anything before all
@@ -228,7 +233,7 @@ class SearchSteps(FollowedRows):
             self._is_alone, self._speaks = is_alone(), ranks.answers
             said: dict[str, Any] = {"refusal": refusal}
             if not refusal:
-                said = self._words(has_kinds=ranks.is_first_of(self._stage))
+                said = self._words(ready_bytes, has_kinds=ranks.is_first_of(self._stage))
             while True:
                 found: str | None = None
                 for found in ranks.ask(json.dumps(said), self._answers):
@@ -254,7 +259,7 @@ class SearchSteps(FollowedRows):
         except dist.DistError as error:
             self._stop(f"the job's store can't be asked what other ranks do ({error})", "")
 
-    def _words(self, *, has_kinds: bool = True) -> dict[str, Any]:
+    def _words(self, ready_bytes: float = math.inf, *, has_kinds: bool = True) -> dict[str, Any]:
         """Return what this rank has, by which the first makes plans."""
         times = self._times
         forward_us = times.fit(self._watched_tokens)
@@ -272,6 +277,7 @@ class SearchSteps(FollowedRows):
             "tokens": times.tokens if may_be_long else [],
             "saved_bytes": self._saved_bytes,
             "growth": times.growth,
+            "ready_bytes": ready_bytes,
         }
         bare_us = forward_us * len(self._trained) if forward_us else max(1.0, 3 * self._forward_us)
         return {"stage": self._stage, "bare_us": bare_us, "has": has}

@@ -25,8 +25,10 @@ NOTHING = (
 )
 
 _MOST_MEASURED = 20  # steps of one plan
+_MOST_UNKNOWN = 40  # of which nothing is known by then
 _LEAST_ERROR = 1.0  # in points, of what is predicted, and in shares of it
 _ERROR_SHARE = 0.5
+_BLIND_ERROR = 2.0  # times that, where steps don't show what is true
 _NEAR_SHARE = 0.3  # likewise of what another plan has taken, and this one more or less
 _WIDTH = 2.1  # of standard errors, on both sides, of what is said
 MOST_DOUBT = 10.0  # in points: of an interval that is wider nothing is known
@@ -93,6 +95,7 @@ class Stage:
         target_bytes: what is to be reserved at most; None where that doesn't matter.
         tokens: of forwards so far, where their lengths may decide what is done in each.
         growth: the power of its tokens by which a forward's time grows.
+        ready_bytes: what the first plan may copy, as far as one does: so much memory is ready.
         saved_bytes: in a forward of the size that ``kinds`` are of.
 
     Attributes:
@@ -110,6 +113,7 @@ class Stage:
     tokens: Sequence[float] = ()
     saved_bytes: int = 0
     growth: float = 1.0
+    ready_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         self._refused = set[Part]()
@@ -204,10 +208,15 @@ def busy_share(tokens: Sequence[float], min_tokens: float, growth: float = 1.0) 
 class RowChoice:
     """Chooses a plan for each stage, until what was tried keeps what was promised.
 
+    Where steps differ too much to see that, one follows that is predicted to by a wide margin.
+
     Args:
         policy: how long steps may take, where memory isn't what matters.
         stages: by name.
         bare_us: what a microbatch takes without rows, on the rank that takes longest.
+
+    Attributes:
+        is_blind: whether steps differ too much, so that no other plan is measured.
     """
 
     def __init__(
@@ -215,6 +224,7 @@ class RowChoice:
     ) -> None:
         self._policy, self.stages, self.bare_us = policy, stages, bare_us
         self._num_measured = 0
+        self.is_blind = False
         self._begin()
 
     def _begin(self) -> None:
@@ -244,21 +254,23 @@ class RowChoice:
         self._num_measured += num_steps
         policy = self._limited
         if policy is not None:
-            limit, expected = policy.most_slowdown_percent, self._expected(self._rung)
-            is_known = found is not None and (
-                found.low > limit or found.width <= max(MOST_DOUBT, 4 * limit)
-            )
+            limit = policy.most_slowdown_percent
+            most_doubt = max(MOST_DOUBT, 4 * limit)
+            is_known = found is not None and (found.low > limit or found.width <= most_doubt)
+            is_over = self._num_measured >= (_MOST_MEASURED if is_known else _MOST_UNKNOWN)
+            self.is_blind |= is_over and not is_known
+            expected = self._expected(self._rung)
             if found is None:
                 found = expected
-            elif found.percent - found.error <= limit:  # else it speaks against it
+            elif is_known or found.percent - found.error <= limit:  # else it speaks against it
                 found = found.beside(expected)
             is_clear = is_known and abs(found.percent - limit) > found.error
-            if not is_clear and self._num_measured < _MOST_MEASURED:
+            if not (is_clear or is_over):
                 return False
             self._tried[self._rung] = found
         self._num_measured = 0
         for name, stage in self.stages.items():
-            stage.tried[stage.place] = found, reserved.get(name, 0)
+            stage.tried[stage.place], stage.ready_bytes = (found, reserved.get(name, 0)), math.inf
         return True
 
     def next(self) -> tuple[bool, str]:
@@ -281,7 +293,8 @@ class RowChoice:
     def predicted(self) -> str:
         """Say what a step takes with what is followed, where that isn't measured."""
         percent = 100 * max(stage.plan.us for stage in self.stages.values()) / self.bare_us
-        return f"a step is predicted to take {percent:+z.1f} %"
+        why = ", as steps differ too much to see it" if self.is_blind else ""
+        return f"a step is predicted to take {percent:+z.1f} %{why}"
 
     def _expected(self, rung: int) -> Slowdown:
         """Return what a step will take with a plan, by what the nearest one has taken.
@@ -291,8 +304,8 @@ class RowChoice:
         us = self._rungs[rung]
         seen = {self._rungs[other]: found for other, found in self._tried.items()}
         if not seen:
-            percent = 100 * us / self.bare_us
-            return Slowdown.of(percent, max(_LEAST_ERROR, _ERROR_SHARE * percent))
+            percent, wide = 100 * us / self.bare_us, _BLIND_ERROR if self.is_blind else 1.0
+            return Slowdown.of(percent, wide * max(_LEAST_ERROR, _ERROR_SHARE * percent))
         near_us = min(seen, key=lambda other_us: abs(other_us - us))
         found, share = seen[near_us], max(us, 1e-3) / max(near_us, 1e-3)
         error = math.hypot(share * found.error, _NEAR_SHARE * (share - 1) * found.percent)
@@ -312,7 +325,11 @@ class RowChoice:
         share = _LARGE_GAIN_SHARE if quick else _LEAST_GAIN_SHARE
         least_bytes = freed[quick] + sum(stage.bare_bytes for stage in stages) // share
         more = [rung for rung in range(quick + 1, slow) if freed[rung] >= least_bytes]
-        if len(self._tried) < max(1, policy.measured_plans):
+        if self.is_blind:
+            good = [rung for rung in more if self._expected(rung).most <= limit]
+            if good and not quick:
+                return max(good), False, ""
+        elif len(self._tried) < max(1, policy.measured_plans):
             aim = (_AIM_SHARE if policy.measured_plans else _TRUST) * limit
             us, percent = points[quick]
             if slow < len(us_of):
@@ -322,16 +339,24 @@ class RowChoice:
                 most_us = us * min(4.0, aim / max(percent, 0.05)) or aim / 100 * self.bare_us
             for hope in (1.0, _HOPE) if policy.measured_plans and not self._tried else (1.0,):
                 good = [rung for rung in more if us_of[rung] <= hope * most_us]
+                ready = [
+                    rung
+                    for rung in good
+                    if all(one.plans[p].copied_bytes <= one.ready_bytes for one, p in rungs[rung])
+                ]
                 if good:
-                    return max(good), False, ""
+                    return max(ready or good), False, ""
             # One that seemed to take too much may have met slow steps.
             if self._tried and not quick and more and self._expected(more[0]).low <= limit:
                 return more[0], False, ""
         found = self._tried.get(quick)
         if found is not None:
-            return quick, True, f"a step takes {found}, at most {limit:g} % is wanted"
+            takes = "seems to take" if self.is_blind else "takes"
+            return quick, True, f"a step {takes} {found}, at most {limit:g} % is wanted"
         percent = 100 * min(us_of[1:]) / self.bare_us
         least = f"the least that frees anything is predicted to cost {percent:.1f} %"
-        if self._tried:
+        if self.is_blind:
+            least = f"steps differ too much to see what rows cost, and {least}"
+        elif self._tried:
             least = f"the least costly plan that was tried takes {min(self._tried.values())}"
         return 0, True, f"{least}, and at most {limit:g} % is wanted"

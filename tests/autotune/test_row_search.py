@@ -261,17 +261,18 @@ def test_a_model_is_not_held():
     assert weight() is None
 
 
-@pytest.mark.parametrize(("limit", "layers"), [(10, {"0-1"}), (3, set())])
-def test_where_steps_differ_too_much_what_is_predicted_counts(limit, layers):
+@pytest.mark.parametrize(("limit", "layers"), [(10, {"0"}), (3, set())])
+def test_where_steps_differ_too_much_only_what_is_predicted_to_cost_little_is_followed(
+    limit, layers
+):
     job = LayeredJob(0.001, policy=auto(limit))
     draw = random.Random(1)
     while not job.search.is_converged:
         job.us_per_row = draw.uniform(1.0, 300.0)
         job.step()
+    assert "steps differ too much to see" in job.search.said
     assert {row.layers for row in job.manager.rows} == layers
-    assert len(job.steps) < 40
-    (found,) = job.search._answers.choice._tried.values()
-    assert found.width > 6, "it is said how little is known"
+    assert len(job.search._answers.choice._tried) == 1
 
 
 def test_a_plan_that_is_not_measured_is_tried_all_the_same():

@@ -15,8 +15,8 @@ MIB = 1 << 20
 BARE_US = 1000.0
 
 
-def layers(num_layers=8, us=10.0):
-    action = Action((("mlp", "recompute"),), MIB, us)
+def layers(num_layers=8, us=10.0, size=MIB, copied=0):
+    action = Action((("mlp", 1 if copied else "recompute"),), size, us, copied)
     return [dict.fromkeys(range(num_layers), (KEEP, action))]
 
 
@@ -76,8 +76,7 @@ def test_stages_take_moves_that_cost_as_much_as_the_slowest_s():
         (3.5, 1.0, 20, False),
         (9.0, 1.5, 2, False),  # whatever was predicted
         (14.0, 3.5, 2, False),  # even if it is doubtful
-        (1.0, 4.0, 20, True),  # too little is known, and 2 % with its error keep the limit
-        (7.5, 4.0, 20, False),  # it speaks against that
+        (1.0, 4.0, 40, False),  # as it isn't known
     ],
 )
 def test_steps_go_on_until_it_is_clear_whether_the_limit_is_kept(
@@ -94,6 +93,31 @@ def test_steps_go_on_until_it_is_clear_whether_the_limit_is_kept(
     assert (choice.stages["a"].place == 2) == is_followed
 
 
+@pytest.mark.parametrize(
+    ("percent", "us", "place"),
+    [
+        (0.0, 1.0, 8),  # 0.8 % are predicted, and nothing speaks against it
+        (0.0, 2.0, 7),  # 1.6 % and its error are more than the limit
+        (0.0, 10.0, 1),
+        (5.0, 10.0, 1),
+        (8.0, 10.0, 0),  # one error above the limit, whatever was predicted
+        (0.0, 30.0, 0),
+    ],
+)
+def test_where_steps_say_too_little_a_plan_is_followed_that_is_far_below_the_limit(
+    percent, us, place
+):
+    own = stage(us=us, bare_bytes=8 * MIB)
+    choice = RowChoice(auto(3), {"a": own}, BARE_US)
+    assert not choice.next()[0]
+    first = own.place
+    while not choice.note(Slowdown.of(percent, 4.0), {"a": 0}, 2):
+        assert not choice.is_blind
+    assert choice.is_blind
+    assert choice.next()[0] == (place in (0, first)), "another is tried, and not measured"
+    assert own.place == place
+
+
 def test_where_slow_steps_spoke_against_a_plan_the_least_is_tried_before_nothing():
     own = stage(num_layers=2, bare_bytes=8 * MIB)
     choice = RowChoice(auto(3), {"a": own}, BARE_US)
@@ -104,6 +128,17 @@ def test_where_slow_steps_spoke_against_a_plan_the_least_is_tried_before_nothing
             pass
     assert choice.next()[0]
     assert own.place == 1
+
+
+def test_the_first_plan_copies_no_more_than_memory_is_ready_for():
+    for ready_bytes, expected in ((3.5 * MIB, 3), (0, 8)):
+        own = Stage(layers(copied=MIB), bare_bytes=8 * MIB, ready_bytes=ready_bytes)
+        choice = RowChoice(auto(9), {"a": own}, BARE_US)
+        assert not choice.next()[0]
+        assert own.place == expected, "where nothing is ready, it is waited for"
+        choice.note(Slowdown.of(1.0, 0.1), {"a": 0}, 2)
+        assert choice.next()[0] == (expected == 8)
+        assert own.place == 8
 
 
 def test_a_plan_is_for_forwards_that_need_more_than_the_longest_does_with_it():
