@@ -193,6 +193,10 @@ class Stage:
         """Return the last plan that takes no longer; at least the first."""
         return bisect_right(self.plans, us, lo=1, key=lambda plan: plan.us) - 1
 
+    def is_ready(self, place: int) -> bool:
+        """Whether host memory that was touched has room for what a plan copies."""
+        return self.plans[place].copied_bytes <= self.ready_bytes
+
     def freed_bytes(self, place: int) -> float:
         """Return what a plan frees of all microbatches that are held."""
         return self.num_inflight * self.plans[place].freed_bytes
@@ -342,7 +346,7 @@ class RowChoice:
                 ready = [
                     rung
                     for rung in good
-                    if all(one.plans[p].copied_bytes <= one.ready_bytes for one, p in rungs[rung])
+                    if all(one.is_ready(one.within(us_of[rung])) for one in stages)
                 ]
                 if good:
                     return max(ready or good), False, ""

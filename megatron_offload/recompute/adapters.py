@@ -80,7 +80,7 @@ class _ReplacingHook(ModuleHook):
 def ends_in(layer: Any, rerun: Rerun) -> Iterator[None]:
     """End a rerun inside of a layer; one for a proof is seen to have saved all when that is over.
 
-    What else than this thread calls, or is saved elsewhere, runs as ever.
+    What other threads call, or other hooks are given, runs as ever.
     """
     thread: int | None = get_ident()
     state = _OUTSIDE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ ENDS = {
     "on host": (1, on_host),
 }
 """By name how often a frozen product of all rows is computed for a layer in a step, and by what."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    from torch._dynamo import utils
+
+    monkeypatch.setattr(utils, "counters", defaultdict(Counter))
 
 
 def run_adapted(end, change=None, **settings):
