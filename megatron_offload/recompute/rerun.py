@@ -28,14 +28,6 @@ class Rerun:
     proves: bool
     runs_on: bool
     """Whether it goes to its end."""
-    num_before: int = 0
-    """How many were saved before the layer with adapters in which it may end."""
-    num_at_ends: list[int] = field(default_factory=list)
-    """How many were when that layer was over, each time that it was called."""
-    is_cut: bool = False
-    """Whether it has ended inside of that."""
-    needs_more: bool = False
-    """Whether it was to, and more is saved behind that."""
     made: list[tuple[torch.Tensor, int, bool] | None] = field(default_factory=list)
     """Until it is read each with its version, and whether autograd could take it as a gradient of
     its own, if nothing else had it; None of a parameter."""

@@ -11,9 +11,9 @@ and then, checksums of what it returns show whether it computes the same bits.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
@@ -24,14 +24,16 @@ import torch
 from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
+from megatron_offload.config import RECOMPUTE_SITES
 from megatron_offload.engine.hooks import graph_break
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.observer import recompute
 from megatron_offload.engine.saved_tensor import SavedTensor, changed_in_place
+from megatron_offload.engine.transfers import Transfers
 from megatron_offload.errors import StateError
 from megatron_offload.memory.storage_ref import StorageRef, is_shared
-from megatron_offload.recompute.adapters import NotEnough, ends_in, may_end_in, saves_alike
+from megatron_offload.model_map.structure import keeps_inside
 from megatron_offload.recompute.call_state import (
     CallState,
     PackHook,
@@ -40,11 +42,16 @@ from megatron_offload.recompute.call_state import (
     other_states,
     outside_vmap,
 )
-from megatron_offload.recompute.module_state import Constants, ModuleState
+from megatron_offload.recompute.module_state import (
+    Constants,
+    ModuleLayout,
+    ModuleState,
+)
 from megatron_offload.recompute.patches import PatchStack
-from megatron_offload.recompute.proof import PROVE_EVERY, other_bits, sums_of
+from megatron_offload.recompute.proof import PROVE_EVERY, Proof, other_bits, sums_of
 from megatron_offload.recompute.rerun import Enough, Form, Rerun
-from megatron_offload.recompute.site import Site
+
+_logger = logging.getLogger(__name__)
 
 _ROUTER = "megatron.core.transformer.moe.router"
 
@@ -60,6 +67,54 @@ class _Muted:
 
 _running = RLock()
 """Held while a call runs again: it changes modules and random states, and puts them back."""
+
+
+class Site:
+    """What is known of a module whose calls are recomputed.
+
+    Attributes:
+        path: its dotted name.
+        unit: the kind or pattern by which it was found, under which its bytes are counted.
+        draws: whether it may draw random numbers, or ask for the grad mode.
+        drops_inside: whether what it saves is dropped in forward.
+        drops_output: whether what it returns is, where that is saved.
+        refusal: why it is kept from here on, by what a call has shown.
+        fills_late: whether a kernel fills what is saved last behind that: a rerun must not end
+            there.
+        layout: where its modules had what their forward reads, when that was last seen.
+        forms: of what its last call has saved; calls that save the same keep one list.
+        counted_share: of the bytes that a call saves, those that it hasn't saved before.
+        proof: of what it returns.
+        proven_in: the step in which it was proven last, by the training flags of its modules.
+        drawn_in: the flags under which random numbers were drawn in a proof.
+    """
+
+    def __init__(self, path: str, unit: str, module: nn.Module, *, draws: bool) -> None:
+        self.path, self.unit, self.draws, self.type = path, unit, draws, type(module)
+        self.drops_inside = draws and not keeps_inside(module)
+        self.drops_output = unit not in RECOMPUTE_SITES
+        self.refusal, self.fills_late = "", False
+        self.layout: ModuleLayout | None = None
+        self.forms: list[Form] = []
+        self.counted_share = 1.0
+        self.said = set[str]()
+        """Why sites of the model were kept so far."""
+        self.prove_for(lambda: None)
+
+    def prove_for(self, transfers: Callable[[], Transfers | None]) -> None:
+        """Let all be proven anew: what was shown under another manager counts by its steps."""
+        self.transfers = transfers
+        self.proven_in: dict[tuple[bool, ...], int] = {}
+        self.drawn_in = set[tuple[bool, ...]]()
+        self.proof = Proof(self.path)
+
+    def warn(self, refusal: str, *, is_asked_for: bool = True) -> None:
+        """Say once for each reason that a site is kept; a warning to who has asked for it."""
+        if refusal not in self.said:
+            self.said.add(refusal)
+            level = logging.WARNING if is_asked_for else logging.INFO
+            text = "recompute: %s, and maybe others, is kept: %s; it may be offloaded"
+            _logger.log(level, text, self.path, refusal)
 
 
 @dataclass(eq=False, repr=False)
@@ -135,9 +190,6 @@ class SiteCall(ModuleCall):
         StateError: it has saved another number or kind of tensors.
         InPlaceModificationError: something that it takes was changed since.
     """
-
-    adapted: nn.Module | None = None
-    """The last layer with adapters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,14 +303,31 @@ class SiteCall(ModuleCall):
     @graph_break
     def _run_again(self, leaves: Sequence[Any], *, needs_output: bool = False) -> Any:
         site, proves = self.site, self.proves and not self._is_open
-        runs_on = needs_output or proves or site.fills_late
-        rerun = None if runs_on else self._rerun_to_adapters(leaves)
-        output, is_same = None, True
-        if rerun is None:
-            rerun = Rerun(self._forms, proves, runs_on)
-            layer = self.adapted if proves else None
-            is_seen = layer is not None and may_end_in(layer)
-            output, is_same = self._run_into(rerun, leaves, layer if is_seen else None)
+        runs_on, num_saved = needs_output or proves or site.fills_late, len(self._forms)
+        rerun = Rerun(self._forms, proves, runs_on)
+        made = rerun.made
+
+        def run() -> tuple[Any, bool]:
+            try:
+                output, after = self.function(*leaves), self._states_after
+                is_same = after is None or after.are_current()
+            except (Enough, Exception):  # TorchScript makes another of it
+                if runs_on or len(made) < num_saved:
+                    raise
+                return None, True
+            if proves:
+                saved = sums_of(made[:num_saved])
+                site.fills_late |= not all(map(torch.equal, rerun.at_last_save, saved))
+                is_same = is_same and all(map(torch.equal, sums_of(output), self._sums))
+            return output, is_same
+
+        again = partial(self.run, run, pack=rerun.keep)
+        output, is_same = recompute(self.manager.observers, site.path, again)
+        if rerun.forms != self._forms:
+            raise StateError(
+                f"{site.path} saved other tensors when it was recomputed: its forward must do "
+                f"the same each time; leave {site.unit!r} out of recompute"
+            )
         if not is_same and self.manager.rows_are_own and not isinstance(self, TriedCall):
             site.refusal = "it has had other bits when it ran again, and so have some gradients"
             site.warn(site.refusal)
@@ -266,74 +335,8 @@ class SiteCall(ModuleCall):
             raise other_bits(site.path, site.unit)
         if proves:
             self.proves, site.proven_in[self.state.training] = False, self._step_number
-            site.may_end_early = rerun.num_at_ends == [len(self._forms)]
-            self._prove_adapters(leaves, rerun.made)
-        self._made = rerun.made
+        self._made = made
         return output
-
-    def _rerun_to_adapters(self, leaves: Sequence[Any]) -> Rerun | None:
-        """Return a rerun that has ended in the last layer with adapters, if one may."""
-        layer, site = self.adapted, self.site
-        if layer is None or not (site.may_end_early and may_end_in(layer)):
-            return None
-        if not saves_alike.get(type(layer).forward, True):
-            return None
-        rerun = Rerun(self._forms, proves=False, runs_on=False)
-        try:
-            self._run_into(rerun, leaves, layer)
-        except (NotEnough, Exception):  # noqa: BLE001 - in full it raises that again
-            site.may_end_early = False
-            return None
-        return rerun
-
-    def _prove_adapters(self, leaves: Sequence[Any], made: Sequence[Any]) -> None:
-        """See once of each class whether such a rerun saves what one in full has."""
-        layer = self.adapted
-        if layer is None or type(layer).forward in saves_alike:
-            return
-        rerun = self._rerun_to_adapters(leaves)
-        if rerun is None or not rerun.is_cut:  # another call may show it
-            self.site.may_end_early = False
-            return
-        inside = slice(rerun.num_before, len(rerun.made))
-        both = sums_of(rerun.made[inside]), sums_of(made[inside])
-        saves_alike[type(layer).forward] = all(map(torch.equal, *both))
-
-    def _run_into(
-        self, rerun: Rerun, leaves: Sequence[Any], layer: nn.Module | None = None
-    ) -> tuple[Any, bool]:
-        """Run it again; return what it returns, if it runs on, and whether its bits are as before.
-
-        With a layer it ends in that, or is seen to have saved all when that is over, for a proof.
-        """
-        site, made, num_saved = self.site, rerun.made, len(self._forms)
-
-        def run() -> tuple[Any, bool]:
-            try:
-                with nullcontext() if layer is None else ends_in(layer, rerun):
-                    output = self.function(*leaves)
-                after = self._states_after
-                is_same = after is None or after.are_current()
-            except (Enough, Exception):  # TorchScript makes another of it
-                if rerun.runs_on or len(made) < num_saved:
-                    raise
-                return None, True
-            if rerun.proves:
-                saved = sums_of(made[:num_saved])
-                site.fills_late |= not all(map(torch.equal, rerun.at_last_save, saved))
-                is_same = is_same and all(map(torch.equal, sums_of(output), self._sums))
-            return output, is_same
-
-        again = partial(self.run, run, pack=rerun.keep)
-        found: tuple[Any, bool] = recompute(self.manager.observers, site.path, again)
-        if rerun.needs_more:  # even if a caller has caught that
-            raise NotEnough
-        if rerun.forms != self._forms:
-            raise StateError(
-                f"{site.path} saved other tensors when it was recomputed: its forward must do "
-                f"the same each time; leave {site.unit!r} out of recompute"
-            )
-        return found
 
 
 class TriedCall(SiteCall):

@@ -42,13 +42,11 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_of
 from megatron_offload.model_map.structure import layers_of, modules_within
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.adapters import last_adapted
 from megatron_offload.recompute.call_state import RandomStates, are_captured, devices_of
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
-from megatron_offload.recompute.site import Site
-from megatron_offload.recompute.site_call import ModuleCall, SiteCall, TriedCall, first_of
+from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall, first_of
 from megatron_offload.recompute.transformer_engine import is_quantising
 
 _logger = logging.getLogger(__name__)
@@ -145,8 +143,7 @@ class SiteHooks:
             site.warn(refusal, is_asked_for=not manager.rows_are_own)
             return None
         state = ModuleState(parts, site.layout, copies=site.drops_output)
-        if state.layout is not site.layout:
-            site.layout, site.adapted = state.layout, last_adapted(parts)
+        site.layout = state.layout
         devices = devices_of(leaves) if site.draws else ()
         is_captured = site.draws and are_captured(devices)
         if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
@@ -156,9 +153,10 @@ class SiteHooks:
         how = site, manager, state, function, leaves, states
         if not site.drops_inside:
             return ModuleCall(*how)
-        call = (TriedCall if manager.rows_are_on_trial else SiteCall)(*how)
-        call.adapted = None if site.adapted is None else parts[site.adapted]
-        return call if call.proves or not manager.rows_are_on_trial else None
+        if not manager.rows_are_on_trial:
+            return SiteCall(*how)
+        tried = TriedCall(*how)
+        return tried if tried.proves else None
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call, which may have raised."""
