@@ -7,7 +7,7 @@ import torch
 from programs import MOVING
 from torch import nn
 
-from megatron_offload import OffloadActivations, OffloadConfig
+from megatron_offload import OffloadActivations, OffloadConfig, get_act_offloading_ctx_manager
 from megatron_offload.cli.report import read_report, write_page
 from megatron_offload.config import load_yaml
 from megatron_offload.core.trace import StepTrace, write_traces
@@ -41,10 +41,19 @@ def test_a_context_leaves_its_last_step_and_nothing_of_an_earlier_run(tmp_path, 
     assert rank.offloaded_bytes == offload.last_step.offloaded_bytes > 0
     assert rank.pinned_host_bytes >= rank.peak_host_bytes > 0
     assert f"In the last step {offload.last_step.verdict}.<" in page
-    assert OffloadConfig(**load_yaml(tmp_path / "config.yaml")) == MOVING, "nothing is a door's"
+    assert OffloadConfig(**load_yaml(tmp_path / "config.yaml")) == MOVING
     path = tmp_path / "run.json"
     path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 2'))
     assert "In the last step of the first of 2 ranks at most" in write_page(tmp_path).read_text()
+
+
+@pytest.mark.by_default
+@pytest.mark.parametrize("given", [{"prefetch_bytes": 7}, {"recompute": ["norm"]}], ids=str)
+def test_settings_are_those_that_were_given_and_none_of_the_door(tmp_path, given):
+    model, config = nn.Sequential(nn.LayerNorm(8)), OffloadConfig(**given)
+    context = get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
+    context.save_report(tmp_path)
+    assert load_yaml(tmp_path / "config.yaml") == given
 
 
 def test_a_context_that_has_had_no_step_leaves_none_of_an_earlier_one(tmp_path):
