@@ -114,10 +114,10 @@ def hook_calls(
         module.register_forward_hook(kind(end), always_call=True),
     ]
     used = module._forward_pre_hooks.keys() | module._forward_hooks
-    number = next((x for x in _NUMBERS if not (x in used or ends_graph)), None)
-    for handle, last in zip(own, (not is_outer, True), strict=True):
-        if number is not None:
-            renumber(handle, number, last=last)
+    free = (x for x in _NUMBERS if not (x in used or ends_graph))
+    if (number := next(free, None)) is not None:
+        renumber(own[0], number, last=not is_outer)
+        renumber(own[1], number, last=True)
     handles += own
     return handles
 

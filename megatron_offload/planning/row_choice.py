@@ -193,9 +193,9 @@ class Stage:
         """Return the last plan that takes no longer; at least the first."""
         return bisect_right(self.plans, us, lo=1, key=lambda plan: plan.us) - 1
 
-    def is_ready(self, place: int) -> bool:
-        """Whether host memory that was touched has room for what a plan copies."""
-        return self.plans[place].copied_bytes <= self.ready_bytes
+    def is_ready(self, us: float) -> bool:
+        """Whether host memory that was touched has room for what that plan copies."""
+        return self.plans[self.within(us)].copied_bytes <= self.ready_bytes
 
     def freed_bytes(self, place: int) -> float:
         """Return what a plan frees of all microbatches that are held."""
@@ -343,11 +343,7 @@ class RowChoice:
                 most_us = us * min(4.0, aim / max(percent, 0.05)) or aim / 100 * self.bare_us
             for hope in (1.0, _HOPE) if policy.measured_plans and not self._tried else (1.0,):
                 good = [rung for rung in more if us_of[rung] <= hope * most_us]
-                ready = [
-                    rung
-                    for rung in good
-                    if all(one.is_ready(one.within(us_of[rung])) for one in stages)
-                ]
+                ready = [x for x in good if all(one.is_ready(us_of[x]) for one in stages)]
                 if good:
                     return max(ready or good), False, ""
             # One that seemed to take too much may have met slow steps.

@@ -36,14 +36,14 @@ def compared(dtype, length, units, **options):
     torch.manual_seed(7)
     target = torch.randint(2 * CLASSES, (length, BATCH))
     megatron_core.uninstall()
-    theirs = results(logits, target, **options)
+    expected = results(logits, target, **options)
     megatron_core.install()
     config = OffloadConfig(backend="simulated", recompute=units)
     PipelineOffloadManager.get_instance().configure(config)
     ours = results(logits, target, **options)
-    pairs = list(zip(theirs[1:], ours[1:], strict=True))
+    pairs = list(zip(expected[1:], ours[1:], strict=True))
     is_same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-    return theirs[0], ours[0], is_same and all(a.dtype is b.dtype for a, b in pairs)
+    return expected[0], ours[0], is_same and all(a.dtype is b.dtype for a, b in pairs)
 
 
 def main():

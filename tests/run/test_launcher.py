@@ -251,8 +251,8 @@ def test_what_is_no_program_ends_as_with_python(words, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "__init__.py").touch()
     ours = run_python("-m", "megatron_offload", "run", *words, cwd=tmp_path)
-    theirs = run_python(*words, cwd=tmp_path)
-    assert (ours.stderr, ours.returncode) == (theirs.stderr, theirs.returncode)
+    expected = run_python(*words, cwd=tmp_path)
+    assert (ours.stderr, ours.returncode) == (expected.stderr, expected.returncode)
 
 
 @pytest.mark.parametrize(
