@@ -13,7 +13,10 @@ from torch import nn
 from zoo import Mlp
 
 import megatron_offload
+from megatron_offload import OffloadConfig
+from megatron_offload.core.row_config import RowConfig
 from megatron_offload.engine.boundary import commit_group, start_group
+from megatron_offload.frontends.adopt import adopt_model
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.ratio import CPUOffload
 from megatron_offload.frontends.whole_model import (
@@ -162,6 +165,24 @@ def test_full_graphs_that_are_compiled_inside_a_context_run_as_without(what):
         return found
 
     assert_same(train(False), train(True))
+
+
+def test_rows_that_a_run_has_found_end_no_graph():
+    manager, model = make_manager(), make_model()
+    manager.follow_rows([RowConfig(site="mlp", offload="all")], is_own=True)
+    adopt_model(model, manager)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    found = train(model, step=manager.step)
+    assert_same(train(make_model()), found)
+
+
+@pytest.mark.by_default
+def test_a_compiled_model_is_one_in_which_rows_are_looked_for():
+    config = OffloadConfig(backend="simulated", simulated={"host_time": True})
+    model = torch.compile(make_model(), backend="aot_eager")
+    context = get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
+    with context:
+        model(torch.randn(4, 32)).sum().backward()
 
 
 @pytest.mark.slow
