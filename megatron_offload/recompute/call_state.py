@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from ctypes import c_uint
 from functools import lru_cache, partial
 from itertools import product
@@ -140,30 +141,38 @@ class CallState:
             torch._C._set_grad_enabled(had_grad)
 
 
-def are_captured(devices: Iterable[str]) -> bool:
-    """Whether a graph of one of these types of devices is captured: its states can't be read."""
-    modules = map(torch.get_device_module, devices)
+def are_captured(devices: Iterable[torch.device]) -> bool:
+    """Whether a graph of one of these devices is captured: its random states can't be read."""
+    modules = (getattr(torch, device.type) for device in devices)
     return any(getattr(module, "is_current_stream_capturing", bool)() for module in modules)
 
 
-def devices_of(leaves: Iterable[Any]) -> set[str]:
-    """Return the types of the devices of tensors among these, but the host, which all have."""
-    tensors = (x for x in leaves if isinstance(x, torch.Tensor))
-    return {x.device.type for x in tensors if not (x.is_cpu or x.is_meta)}
+def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
+    """Return the devices of tensors among these, but the host, which all have."""
+    found = {x.device for x in leaves if isinstance(x, torch.Tensor)}
+    return {device for device in found if device.type not in ("cpu", "meta")}
 
 
 def other_states() -> tuple[Any, Any]:
-    """Return Python's and numpy's states, which are not put back, to compare with later ones."""
-    python = bytes(_python_words) if _is_known else random.getstate()
+    """Return what tells Python's and numpy's states, which aren't put back, from later ones."""
+    python = _told_apart(_python_words) if _is_known else random.getstate()
     of_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(of_numpy) is not np.random.MT19937:
         return python, repr(of_numpy.state)
-    return python, bytes(_numpys(of_numpy))
+    return python, _told_apart(_numpys(of_numpy))
 
 
 def _words_at(address: int) -> Any:
     """Return what a Mersenne twister is; both libraries' own copies take fifty times as long."""
     return (c_uint * 625).from_address(address)
+
+
+def _told_apart(words: Any) -> tuple[int, int, int]:
+    """Return its position, which Python has first and numpy last, and the word next to it.
+
+    Each draw moves the position on; where it begins anew all words are others.
+    """
+    return words[0], words[1], words[624]
 
 
 @lru_cache(maxsize=1)
@@ -175,40 +184,65 @@ _python_words = _words_at(id(random._inst) + object.__basicsize__)
 _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
-class RandomStates:
-    """The states when this is made: of the host and devices, ``by_kind``, and of the tracker."""
+def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
+    """Yield the host's generator and those of devices, as far as these have one each."""
+    yield torch.default_generator
+    for device in devices:
+        yield from getattr(getattr(torch, device.type), "default_generators", ())[device.index :][
+            :1
+        ]
 
-    def __init__(self, devices: Iterable[str] = ()) -> None:
-        self.by_kind = {"cpu": torch.default_generator.get_state()}
-        for kind in devices:
-            if kind != "cpu":
-                self.by_kind[kind] = torch.get_device_module(kind).get_rng_state()
+
+class RandomStates:
+    """The states when this is made: of the host, of these devices, and of the tracker."""
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._generators = [*_generators(devices)]
+        self._read()
+
+    def _read(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
         self._tracked = _tracked()
         for name, state in self._tracked.items():
             if isinstance(state, torch.Generator):  # as CUDA graphs may use
                 self._tracked[name] = state.get_state()
 
+    def now(self) -> RandomStates:
+        """Return the states of the same as they are now."""
+        found = copy(self)
+        found._read()
+        return found
+
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
-        found = RandomStates(self.by_kind)
-        return all(
-            now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
-            for now, then in ((found.by_kind, self.by_kind), (found._tracked, self._tracked))
+        now = self.now()
+        return now._tracked.keys() == self._tracked.keys() and all(
+            map(
+                torch.equal,
+                (*now._states, *now._tracked.values()),
+                (*self._states, *map(self._tracked.__getitem__, now._tracked)),
+            )
         )
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that draws from these; behind it all is as it was before."""
-        now, tracked_now = RandomStates(self.by_kind), _tracked()
+        now, tracked_now = self.now(), _tracked()
         tracked = tracked_now.copy()
         for name, bits in self._tracked.items():
             state = tracked[name]
             is_generator = isinstance(state, torch.Generator)
             tracked[name] = state.clone_state().set_state(bits) if is_generator else bits
         try:
-            _set(self.by_kind, tracked)
+            self._set(tracked)
             return function(*args)
         finally:
-            _set(now.by_kind, tracked_now)
+            now._set(tracked_now)
+
+    def _set(self, tracked: dict[str, Any]) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        if tracked:
+            _tracker().set_states(tracked)
 
 
 def _tracker() -> Any:
@@ -219,16 +253,6 @@ def _tracker() -> Any:
 def _tracked() -> dict[str, Any]:
     tracker = _tracker()
     return {} if tracker is None else dict(tracker.get_states())
-
-
-def _set(states: Mapping[str, torch.Tensor], tracked: dict[str, Any]) -> None:
-    for kind, state in states.items():
-        if kind == "cpu":
-            torch.default_generator.set_state(state)
-        else:
-            torch.get_device_module(kind).set_rng_state(state)
-    if tracked:
-        _tracker().set_states(tracked)
 
 
 def _vmap_level() -> int:

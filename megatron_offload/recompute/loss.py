@@ -256,9 +256,7 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Te
 
 def may_compare(device: torch.device) -> bool:
     """Whether two losses can be compared here: not in backward, inference or a captured graph."""
-    return not (
-        is_in_backward() or torch.is_inference_mode_enabled() or are_captured({device.type})
-    )
+    return not (is_in_backward() or torch.is_inference_mode_enabled() or are_captured({device}))
 
 
 def have_same_bits(
@@ -291,7 +289,7 @@ def has_kernel(logits: Tensor, dtype: torch.dtype) -> bool:
     if logits.device.type != "cuda" or not is_known:
         return False
     known = _proven.get(_key(logits))
-    if known is None and are_captured({logits.device.type}):
+    if known is None and are_captured({logits.device}):
         return False
     return known is not False and _compiled(logits.device, logits.dtype) is not None
 

@@ -24,7 +24,13 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
 """What each module has that no forward reads."""
 
-_CONTAINERS = (list, dict, set, deque)
+_COPY: dict[type, Callable[[Any], Any]] = {
+    list: list.copy,
+    dict: dict.copy,
+    set: set.copy,
+    deque: deque.copy,
+}
+_CONTAINERS = tuple(_COPY)
 _CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
 """Classes of what is a tensor, or may change of itself."""
 
@@ -106,7 +112,7 @@ class ModuleLayout:
         values = [*map(getitem, self._owners(tables), self._names)]
         self._types = [*map(type, values)]
         of_parameters = range(len(tables) // 4, len(tables) // 2)
-        changing = [i for i, kind in enumerate(self._types) if issubclass(kind, _CHANGING)]
+        changing = [i for i, kind in enumerate(self._types) if _may_change(kind)]
         changing = [i for i in changing if self._names[i] not in _TABLES]
         self.parameters = [i for i in changing if self._numbers[i] in of_parameters]
         self.changing = [i for i in changing if self._numbers[i] not in of_parameters]
@@ -233,27 +239,51 @@ def _set_flags(tensors: Sequence[torch.Tensor], flags: list[bool]) -> None:
             x.requires_grad_(flag)
 
 
+class _Kinds(dict[type, bool]):
+    """By class whether it is one of a tensor, or of what may change of itself."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, _CHANGING)
+        return self[kind]
+
+
+_may_change = _Kinds().__getitem__
+
+
 def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:
     """Return a container with copies of those in it, or of a generator, each made once.
 
     Tensors are added to the list, where there is one.
     """
-    if id(value) in known:
-        return known[id(value)]
+    if (name := id(value)) in known:
+        return known[name]
     copied: Any = value
-    if isinstance(value, torch.Tensor) and tensors is not None:
-        if value.grad_fn is not None:  # of an earlier call, whose graph may go
-            copied = value.detach().requires_grad_()
-        known[id(value)] = copied
-        tensors.append(copied)
+    if (copy_plain := _COPY.get(type(value))) is not None:  # as nearly all are
+        known[name] = copied = copy_plain(value)
+        if value:
+            _copy_inner(value, copied, known, tensors)
+    elif isinstance(value, torch.Tensor):
+        if tensors is not None:
+            if value.grad_fn is not None:  # of an earlier call, whose graph may go
+                copied = value.detach().requires_grad_()
+            known[name] = copied
+            tensors.append(copied)
     elif isinstance(value, torch.Generator):
-        known[id(value)] = copied = value.clone_state()
-    elif isinstance(value, _CONTAINERS):
+        known[name] = copied = value.clone_state()
+    else:
         with suppress(Exception):  # one of a class of its own may let nothing be set
-            known[id(value)] = copied = copy.copy(value)
-            ordered = () if isinstance(value, set) else enumerate(value)
-            for key, inner in [*(value.items() if isinstance(value, dict) else ordered)]:
-                other = _copy_of(inner, known, tensors)
-                if other is not inner:
-                    copied[key] = other
+            known[name] = copied = copy.copy(value)
+            _copy_inner(value, copied, known, tensors)
     return copied
+
+
+def _copy_inner(
+    value: Any, copied: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None
+) -> None:
+    is_dict = isinstance(value, dict)
+    inner = value.values() if is_dict else value
+    if not any(map(_may_change, map(type, inner))) or isinstance(value, set):
+        return
+    for key, one in [*(value.items() if is_dict else enumerate(value))]:
+        if _may_change(type(one)) and (other := _copy_of(one, known, tensors)) is not one:
+            copied[key] = other

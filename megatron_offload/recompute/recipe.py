@@ -42,6 +42,10 @@ from megatron_offload.recompute.call_state import RandomStates, devices_of, outs
 from megatron_offload.recompute.module_state import Constants
 from megatron_offload.recompute.proof import Proof, other_bits
 
+_CONTAINERS = (list, tuple, dict)
+_NODES = pytree.SUPPORTED_NODES.keys()
+"""Classes that torch takes apart."""
+
 MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
@@ -61,15 +65,25 @@ def taken_apart(
 
     So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
     """
-    if not kwargs and not any(map(isinstance, args, repeat((list, tuple, dict)))):
+    leaves = (*args, *kwargs.values()) if kwargs else args
+    if any(map(isinstance, leaves, repeat(_CONTAINERS))) or not _NODES.isdisjoint(
+        map(type, leaves)
+    ):
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        return partial(_call, function, spec), leaves
+    if not kwargs:
         return function, args
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    return partial(_call, function, spec), leaves
+    return partial(_call_by_name, function, tuple(kwargs)), leaves
 
 
 def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return function(*args, **kwargs)
+
+
+def _call_by_name(function: Callable[..., Any], names: Sequence[str], *leaves: Any) -> Any:
+    first = len(leaves) - len(names)
+    return function(*leaves[:first], **dict(zip(names, leaves[first:], strict=True)))
 
 
 class Input(SavedTensor):

@@ -198,9 +198,10 @@ class SiteCall(ModuleCall):
         """How often the site has called itself and has not returned."""
         self._is_open, self._step_number = True, manager.step_number
         self.transfers = manager.transfers  # by which hooks that an interrupt has left are found
-        hooks = _top_saved_tensors_default_hooks(True)
-        own = partial(SavedTensor, group_name=site.path), SavedTensor.unpack
-        pack, self._unpack = hooks or own
+        pack, self._unpack = _top_saved_tensors_default_hooks(True) or (
+            partial(SavedTensor, group_name=site.path),
+            SavedTensor.unpack,
+        )
         tensors = {id(x): x for x in self._given.tensors}
         self._inputs = {key: (pack(x), x.requires_grad) for key, x in tensors.items()}
         self._template = [(id(x), None) if id(x) in tensors else (0, x) for x in self.leaves]
@@ -283,9 +284,8 @@ class SiteCall(ModuleCall):
         """
         may_run = super().close(output)
         self._is_open, site, states = False, self.site, self.random_states
-        others, self._others = self._others, None  # which take kilobytes
         site.forms = self._forms = site.forms if self._forms == site.forms else self._forms
-        if others != other_states():
+        if self._others != other_states():
             if not self.manager.rows_are_own or isinstance(self, TriedCall):
                 self._fail("draws random numbers of Python or numpy")
             self.proves = states is not None  # or a thread has: bits will say
@@ -293,7 +293,7 @@ class SiteCall(ModuleCall):
             num_counted = sum(num_bytes for *_, num_bytes in self._counted)
             self._counted, site.counted_share = {}, num_counted / self._num_bytes
         if self.proves and states is not None:
-            self._sums, self._states_after = sums_of(output), RandomStates(states.by_kind)
+            self._sums, self._states_after = sums_of(output), states.now()
             if not states.are_current():
                 site.drawn_in.add(self.state.training)
         num_bytes = round(self._num_bytes * site.counted_share)

@@ -223,7 +223,7 @@ class Tracker:
 def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypatch):
     home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=(tracker := Tracker()))
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
-    states = RandomStates({"cpu"})
+    states = RandomStates()
     assert states.are_current()
     first, generator = tracker.draw(), tracker.states_["graph"]
     assert not states.are_current()
