@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from megatron_offload.autotune.row_answers import Alike
 from megatron_offload.backends.base import Backend
@@ -101,7 +102,8 @@ class LayerWatch(SavedMemory):
         if not self._sites[path].name.endswith(ROUTED):
             self.tokens.add(tokens_of(args, kwargs))
         for leaf in tensors_in((args, kwargs)):
-            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+            is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+            if is_plain and not is_functorch_wrapped_tensor(leaf):
                 self.storages.append(StorageRef(leaf.untyped_storage()))
                 self._inputs[path][self.storages[-1].cdata] = layout_of(leaf).num_bytes
 

@@ -99,7 +99,8 @@ class RowSearch(SearchSteps):
         else:
             self._num_uncalled += 1
             if self._num_uncalled > _MOST_UNCALLED:
-                self._stop("the layers that it has aren't called, or others look at them", ADVICE)
+                why = "the layers that it has aren't called, are in a graph, or others look at them"
+                self._stop(why, ADVICE)
         if self._clock is not None:
             self._clock.restart()
         self._looked.clear()

@@ -21,7 +21,7 @@ from megatron_offload.engine.hooks import (
 )
 from megatron_offload.engine.manager import PipelineOffloadManager
 from megatron_offload.engine.saved_tensor import SavedTensor
-from megatron_offload.model_map.module_hooks import hook_calls, named_modules, unhook
+from megatron_offload.model_map.module_hooks import hook_calls, named_modules, sweep, unhook
 from megatron_offload.model_map.offload_site import FindManager, LayerClock, OffloadSite
 from megatron_offload.model_map.rows import find_rows
 from megatron_offload.model_map.structure import layers_of
@@ -59,6 +59,7 @@ def leave_all(manager: PipelineOffloadManager) -> None:
         if is_adopted_by(model, manager):
             _leave(ref(model), adopted)
             unhook({keep_head}, model.modules())
+            sweep(model.modules())
 
 
 def _leave(model: ref[nn.Module], adopted: object) -> None:

@@ -35,7 +35,7 @@ from megatron_offload.frontends.around import (
     with_nearest,
     with_policy,
 )
-from megatron_offload.model_map.module_hooks import check_model
+from megatron_offload.model_map.module_hooks import EagerHook, check_model
 from megatron_offload.recompute.model_loss import (
     causal_loss,
     is_by_rows,
@@ -48,8 +48,8 @@ from megatron_offload.recompute.patches import PatchStack
 _logger = logging.getLogger(__name__)
 
 _NO_MODULE = (
-    "megatron-offload: nothing is offloaded: no module was called inside the context, so that no "
-    "rows can be found. 'policy: modules' offloads all that is saved"
+    "megatron-offload: nothing is offloaded: no module was called inside the context, or in graphs "
+    "alone, so that no rows can be found. 'policy: modules' offloads all that is saved"
 )
 
 
@@ -225,7 +225,8 @@ class OffloadActivations(AroundForwards):
                 _search_rows(module, self._groups)
 
         self._num_committed = len(self.manager.decisions.committed)
-        handle = self._seeking = nn.modules.module.register_module_forward_pre_hook(found)
+        hook = EagerHook(found)  # what is compiled meanwhile has it in its graph
+        handle = self._seeking = nn.modules.module.register_module_forward_pre_hook(hook)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it was made for this model."""

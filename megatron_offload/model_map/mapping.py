@@ -22,7 +22,12 @@ from megatron_offload.engine.hooks import is_recording
 from megatron_offload.engine.marks import is_parameter
 from megatron_offload.errors import ConfigError
 from megatron_offload.model_map import sites
-from megatron_offload.model_map.module_hooks import compiled_parts, named_modules, tokens_of
+from megatron_offload.model_map.module_hooks import (
+    compiled_parts,
+    named_modules,
+    sweep,
+    tokens_of,
+)
 from megatron_offload.model_map.structure import has_forward, layers_of
 from megatron_offload.model_map.watch import MayMove, SavedMemory
 
@@ -200,6 +205,7 @@ def map_model(model: nn.Module, *args: Any, **kwargs: Any) -> ModelMap:
         output = model(*args, **kwargs)
     finally:
         seen.end()
+        sweep(modules.values())
     found = _sites(seen, modules, sites.sites_of_layers(model))
     del output  # until here, so that no memory is another's
     if not seen.sizes:

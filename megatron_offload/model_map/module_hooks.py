@@ -46,14 +46,32 @@ def is_own_hook(hook: object) -> bool:
 
 
 class EagerHook(ModuleHook):
-    """A hook that does nothing inside a compiled graph, and doesn't end it."""
+    """A hook that does nothing inside a compiled graph, and doesn't end it.
 
-    __slots__ = ()
+    A graph is compiled anew where a module has gained or lost a hook. So one that has never run, as
+    it is in a graph, stays where it was when it is taken off, and serves the next of its ``tag``.
+    """
+
+    __slots__ = ("handle", "has_run", "tag")
+    handle: RemovableHandle
+
+    def __init__(self, hook: Callable[..., object], tag: Hashable = None) -> None:
+        super().__init__(hook)
+        self.has_run, self.tag = False, tag
 
     def __call__(self, *args: Any) -> None:
         """Run the hook."""
         if not torch.compiler.is_compiling():
+            self.has_run = True
             self.hook(*args)
+
+    def take_off(self, *_: Any) -> None:
+        """Take it off its module, as it would run for the first time after `remove`."""
+        self.handle.remove()
+
+    def serves(self, tag: Hashable) -> bool:
+        """Whether it may become another hook: it was taken off, and is still there."""
+        return self.tag == tag and self.hook == self.take_off
 
 
 _NUMBERS = [RemovableHandle(OrderedDict()).id for _ in range(8)]
@@ -70,11 +88,15 @@ def hooks_of(owner: Hashable, module: nn.Module) -> list[RemovableHandle]:
 
 
 def remove(handles: list[RemovableHandle]) -> None:
-    """Take hooks off."""
+    """Take hooks off; of an `EagerHook` as that says."""
     while handles:
         handle = handles.pop()
-        handle.remove()
-        handle.id = -1  # a second owner removes nothing else by its number
+        hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+        if isinstance(hook, EagerHook) and not hook.has_run:
+            hook.hook = hook.take_off
+        else:
+            handle.remove()
+            handle.id = -1  # a second owner removes nothing else by its number
 
 
 def unhook(owners: Set[Hashable], modules: Iterable[nn.Module]) -> None:
@@ -82,6 +104,14 @@ def unhook(owners: Set[Hashable], modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for owner in owners & _owned.get(_inner(module), {}).keys():
             hooks_of(owner, module)
+
+
+def sweep(modules: Iterable[nn.Module]) -> None:
+    """Take off every `EagerHook` that has stayed, though it was taken off."""
+    for module in modules:
+        for hook in [hook for hooks in _tables_of(module) for hook in hooks.values()]:
+            if isinstance(hook, EagerHook) and hook.hook == hook.take_off:
+                hook.take_off()
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -108,18 +138,33 @@ def hook_calls(
     Inside a compiled graph they do nothing, or each ``ends_graph``, which ``fullgraph`` refuses.
     """
     handles = [] if owner is None else hooks_of(owner, module)
-    kind = ModuleHook if ends_graph else EagerHook
-    own = [
-        module.register_forward_pre_hook(kind(begin), prepend=is_outer, with_kwargs=True),
-        module.register_forward_hook(kind(end), always_call=True),
+    tag, calls, both = (owner, is_outer), (begin, end), _tables_of(module)
+    for one in [] if ends_graph else [x for x in both[0] if x in both[1]]:
+        found = [hooks[one] for hooks in both]
+        free = [x for x in found if isinstance(x, EagerHook) and x.serves(tag)]
+        if len(free) == len(both):
+            for spare, call in zip(free, calls, strict=True):
+                spare.hook = call
+            handles += [spare.handle for spare in free]
+            return handles
+    own = [ModuleHook(call) if ends_graph else EagerHook(call, tag) for call in calls]
+    added = [
+        module.register_forward_pre_hook(own[0], prepend=is_outer, with_kwargs=True),
+        module.register_forward_hook(own[1], always_call=True),
     ]
-    used = module._forward_pre_hooks.keys() | module._forward_hooks
-    free = (x for x in _NUMBERS if not (x in used or ends_graph))
-    if (number := next(free, None)) is not None:
-        renumber(own[0], number, last=not is_outer)
-        renumber(own[1], number, last=True)
-    handles += own
+    unused = (x for x in _NUMBERS if not (ends_graph or x in both[0] or x in both[1]))
+    if (number := next(unused, None)) is not None:
+        renumber(added[0], number, last=not is_outer)
+        renumber(added[1], number, last=True)
+    for hook, handle in zip(own, added, strict=True):
+        if isinstance(hook, EagerHook):
+            hook.handle = handle
+    handles += added
     return handles
+
+
+def _tables_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def renumber(handle: RemovableHandle, number: int, *, last: bool) -> None:

@@ -249,4 +249,4 @@ def unproven_sites(modules: Mapping[str, nn.Module]) -> list[str]:
 def _site_of(module: nn.Module) -> Site | None:
     """Return what is known of a module that has the hooks of a site."""
     hook = getattr(module._forward_pre_hooks.get(_SHARED_ID), "hook", None)
-    return None if hook is None else hook.__self__.site
+    return getattr(getattr(hook, "__self__", None), "site", None)

@@ -10,6 +10,7 @@ from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_m
 from torch import nn
 from torch.autograd import forward_ad
 
+from megatron_offload import OffloadConfig
 from megatron_offload.engine.boundary import commit_group, start_group
 from megatron_offload.frontends.modules import offload_modules
 from megatron_offload.frontends.whole_model import (
@@ -130,6 +131,15 @@ def test_where_torch_refuses_hooks_nothing_is_recorded_and_nothing_raises(settin
     loss.backward()
     manager.reset()
     assert manager.last_step.offloaded_bytes + manager.last_step.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("program", [under_jvp, under_vmap])
+def test_a_search_looks_at_forwards_of_transforms(program):
+    net, config = Net(), OffloadConfig(backend="simulated", policy={"kind": "auto"})
+    expected = program(net, contextlib.nullcontext())
+    context = get_act_offloading_ctx_manager(net, config=config, warn_if_no_head=False)
+    for _ in range(12):
+        assert_same(expected, program(net, context))
 
 
 @pytest.mark.parametrize("order", ["context around", "context inside"])

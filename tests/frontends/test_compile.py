@@ -136,16 +136,17 @@ def test_whatever_is_compiled_and_marked(part, names, order):
     assert_nothing_left(manager)
 
 
-@pytest.mark.parametrize("what", ["model", "head", "recompute", "offload"])
+@pytest.mark.by_default
+@pytest.mark.parametrize("what", ["model", "head", "unknown", "recompute", "offload"])
 def test_full_graphs_that_are_compiled_inside_a_context_run_as_without(what):
-    rows = None if what in ("model", "head") else [{"site": "layer", what: True}]
+    rows = [{"site": "layer", what: True}] if what == "recompute" else None
     rows = [{"site": "layer", "offload": "all"}] if what == "offload" else rows
 
     def train(has_context):
         model = called = make_model()
         if what == "model":
             model = called = torch.compile(model, backend="aot_eager", fullgraph=True)
-        elif what == "head":
+        elif what in ("head", "unknown"):
             called = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
         else:
             for layer in model.layers:
@@ -153,7 +154,9 @@ def test_full_graphs_that_are_compiled_inside_a_context_run_as_without(what):
                 mlp.forward = torch.compile(mlp.forward, backend="aot_eager", fullgraph=True)
         config = make_config(rows=rows, min_tensor_bytes=0)
         context = contextlib.nullcontext()
-        if has_context:
+        if has_context and what == "unknown":
+            context = OffloadActivations(config=config)
+        elif has_context:
             context = get_act_offloading_ctx_manager(model, config=config)
         found = []
         for seed in range(3):
@@ -174,6 +177,23 @@ def test_rows_that_a_run_has_found_end_no_graph():
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     found = train(model, step=manager.step)
     assert_same(train(make_model()), found)
+
+
+@pytest.mark.by_default
+def test_a_function_around_a_model_is_compiled_once_in_a_search():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    policy = {"kind": "auto", "most_slowdown_percent": 300}
+    config = make_config(policy=policy, min_tensor_bytes=0, recompute=["layer"])
+    model, counter = make_model(), CompileCounterWithBackend("eager")
+    context = get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
+    called = torch.compile(lambda x: model(x).square().mean(), backend=counter, fullgraph=True)
+    for _ in range(24):
+        with context:
+            loss = called(torch.randn(4, 32))
+        loss.backward()
+    assert context.manager.tuner.is_converged
+    assert counter.frame_count == 1
 
 
 @pytest.mark.by_default
