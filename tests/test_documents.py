@@ -228,6 +228,17 @@ def test_links_lead_somewhere(page):
             assert not heading or heading in headings(target), link
 
 
+TESTS = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.stem)
+def test_tests_that_a_page_names_are_there(page):
+    for path in re.findall(r"`(tests/[\w/.]+)", page.read_text()):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(test_\w+)`", page.read_text()):
+        assert any(f"def {name}(" in text for text in TESTS.values()), name
+
+
 def test_the_states_of_the_design_are_drawn_from_the_table():
     for path, text in runpy.run_path(str(ROOT / "scripts" / "draw_states.py"))["files"]().items():
         assert path.read_text() == text, f"{path}: python scripts/draw_states.py"
