@@ -195,10 +195,10 @@ class OffloadConfig(StrictModel):
     def _rows_of(cls, rows: Any) -> Any:
         if rows is None:
             return None
-        if isinstance(rows, str):  # as a run says them
-            rows = parse_yaml(rows)
         given = rows if isinstance(rows, (list, tuple)) else [rows]
-        return [parse_yaml(row) if isinstance(row, str) else row for row in given]
+        read = [parse_yaml(row) if isinstance(row, str) else row for row in given]
+        # A text may hold several, as a run says them.
+        return [row for one in read for row in (one if isinstance(one, list) else [one])]
 
     @field_validator("modules")
     @classmethod

@@ -61,6 +61,19 @@ def test_a_key_is_a_flag_too(file):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("[{site: mlp, offload: 1}, {site: loss, by_rows: true}]",),
+        ("{site: mlp, offload: 1}", "{site: loss, by_rows: true}"),
+    ],
+)
+def test_rows_are_a_flag_as_a_run_says_them(words):
+    config = config_of("train", "--offload.rows", *words)
+    assert [row.site for row in config.offload.rows] == ["mlp", "loss"]
+    assert config_of("train", "--offload.rows", "[]").offload.rows == ()
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--min-offloaded-tensor-size", "-1"], ": --min-offloaded-tensor-size: input"),
