@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -141,8 +142,10 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
         raise IntegrationError(f"{error}; run: pip install transformers") from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"a config.json holds a mapping, not a {type(data).__name__}")
+    if "model_type" not in data:
+        raise ConfigError("the config.json says no model_type, as those of transformers do")
     known = [str(name) for name in transformers.CONFIG_MAPPING]
-    kind = str(data.get("model_type", ""))
+    kind = str(data["model_type"])
     if kind not in known:
         said = shorten(repr(kind))
         raise ConfigError(f"transformers has no model_type {said}{did_you_mean(kind, known)}")
@@ -170,5 +173,6 @@ def map_config(data: Mapping[str, Any], shape: tuple[int, int], dtype: str) -> M
             own, shorter = seen(shape[1]), {shape[1] // 2, shape[1] // 4} - {0}
             return own.fit(*map(seen, shorter)) if len(shorter) > 1 else own
     except Exception as error:
-        what = shorten(str(error).strip().split("\n")[0].rstrip("."), 200)
+        text = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # what a first line announces
+        what = shorten(text.split("\n")[0].rstrip("."), 200)
         raise ConfigError(f"no map of this {kind} can be made: {what}; {advice}") from error

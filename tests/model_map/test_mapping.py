@@ -229,9 +229,14 @@ def test_the_command_maps_a_config_far_too_large_for_this_machine(tmp_path, refu
 
 def test_the_command_says_in_a_line_what_it_cannot_map(tmp_path, refused, caplog):
     pytest.importorskip("transformers")
-    texts = {"t5": "takes any model", "bert": "it has 512 positions, and not 4096"}
-    for kind, said in texts.items():
-        (path := tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    texts = {
+        '{"model_type": "t5"}': "takes any model",
+        '{"model_type": "bert"}': "it has 512 positions, and not 4096",
+        '{"model_type": "llama", "hidden_size": "x"}': "expected int, got str (value: 'x')",
+        "{}": "says no model_type",
+    }
+    for text, said in texts.items():
+        (path := tmp_path / "config.json").write_text(text)
         assert said in (error := refused("map", path, "--length", 4096))
         assert len(error) < 500
     assert not caplog.records
