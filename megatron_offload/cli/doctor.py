@@ -11,12 +11,10 @@ example: megatron-offload doctor --output doctor.json
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic_settings import CliToggleFlag
 from rich.text import Text
 
-from megatron_offload.cli.options import Options, writing
+from megatron_offload.cli.options import Options, OutputFile, writing
 from megatron_offload.files.strict_model import write_model
 from megatron_offload.machine.examine import examine
 from megatron_offload.report.console import console, plain_table
@@ -28,7 +26,7 @@ class Given(Options):
     no_bandwidth: CliToggleFlag[bool] = False
     """Don't measure."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """Write JSON here."""
 
 

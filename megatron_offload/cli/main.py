@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 sys.stdout.write(_about(words))
                 status = 0
-        except OffloadError as error:
+        except (OffloadError, OSError) as error:  # such as a full disk behind what is printed
             console(stderr=True).print(f"megatron-offload: {error}")
-            status = error.exit_status
+            status = getattr(error, "exit_status", ConfigError.exit_status)
     except KeyboardInterrupt:
         sys.stderr.write("megatron-offload: interrupted\n")
         status = 130

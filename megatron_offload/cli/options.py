@@ -13,9 +13,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticUndefined
 
 from megatron_offload.errors import ConfigError, did_you_mean
@@ -46,6 +46,15 @@ class OptionsWithKeys(Options):
     set: tuple[str, ...] = ()
     """Set keys; each of those below may be a flag as well."""
 
+
+def _no_folder(path: Path) -> Path:
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; name a file")
+    return path
+
+
+OutputFile = Annotated[Path, AfterValidator(_no_folder)]
+"""What a command writes in the end: a folder is refused before it does anything."""
 
 Given = TypeVar("Given", bound=Options)
 
@@ -121,8 +130,6 @@ def read_options(
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make a file's folder; what the operating system refuses is a `ConfigError`."""
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

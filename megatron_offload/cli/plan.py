@@ -32,7 +32,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron_offload.cli.options import writing
+from megatron_offload.cli.options import OutputFile, writing
 from megatron_offload.cli.report import check_picture, write_report
 from megatron_offload.cli.source import NEARLY, Source, SourceOptions, load_source
 from megatron_offload.core.policy_config import AutoConfig, MemoryTargetConfig
@@ -61,10 +61,10 @@ class Given(SourceOptions):
     most_slowdown_percent: Annotated[float, _WithoutSign, Field(ge=0, le=1000)] | None = None
     """Maximum step-time overhead in percent (default 3; of a run's plans what was followed)."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """Where the plans of a described job go."""
 
-    picture: Path | None = None
+    picture: OutputFile | None = None
     """Likewise a picture of memory against time (.svg, .png, .pdf), or the page with it (.html)."""
 
     from_: Path | None = Field(default=None, alias="from")

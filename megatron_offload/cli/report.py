@@ -18,11 +18,11 @@ from pathlib import Path
 from pydantic_core import from_json
 from pydantic_settings import CliPositionalArg
 
-from megatron_offload.cli.options import Options, writing
+from megatron_offload.cli.options import Options, OutputFile, writing
 from megatron_offload.config import OffloadConfig, load_yaml
 from megatron_offload.errors import ConfigError, require
 from megatron_offload.files.strict_model import read_model, validate
-from megatron_offload.files.text import read_text, replace_text
+from megatron_offload.files.text import read_text, replace_text, replacing
 from megatron_offload.observe import run_report
 from megatron_offload.planning.found import NAME, read_frontier
 from megatron_offload.report.console import console
@@ -40,7 +40,7 @@ class Given(Options):
     folder: CliPositionalArg[Path]
     """Of a run; or a file of plans."""
 
-    output: Path | None = None
+    output: OutputFile | None = None
     """The page; FOLDER/report.html unless given, of a file beside it."""
 
 
@@ -76,8 +76,9 @@ def write_report(path: Path, report: Report) -> None:
     check_picture(path)
     from megatron_offload.report import plots
 
-    with writing(path):
-        plots.alternatives_chart(report.alternatives, has_names=True).save(path)
+    with writing(path), replacing(path) as aside:
+        chart = plots.alternatives_chart(report.alternatives, has_names=True)
+        chart.save(aside, format=path.suffix[1:])
 
 
 def read_report(folder: Path) -> Report:

@@ -18,11 +18,10 @@ example: megatron-offload simulate gpt_16x8192_pp4_vpp2 \
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.table import Table
 
-from megatron_offload.cli.options import writing
+from megatron_offload.cli.options import OutputFile, writing
 from megatron_offload.cli.source import Source, SourceOptions, load_source, with_flags
 from megatron_offload.core.trace import PIPELINE_WAIT, write_traces
 from megatron_offload.planning.advice import fits
@@ -34,7 +33,7 @@ from megatron_offload.report.console import console, plain_table
 class Given(SourceOptions):
     """The options of ``simulate``."""
 
-    trace: Path | None = None
+    trace: OutputFile | None = None
     """Write the timeline (JSON)."""
 
 

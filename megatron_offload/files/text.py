@@ -6,11 +6,13 @@ fails or is killed leaves the file that was there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,17 @@ def replace_text(path: str | Path, text: str) -> None:
 
     An OSError leaves the file that was there untouched.
     """
-    path = Path(path)
+    with replacing(Path(path)) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the file that takes a file's place once the block has written it without an error."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with open(aside, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield aside
+        with open(aside, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:

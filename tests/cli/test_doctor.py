@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -59,6 +62,15 @@ def test_the_status_is_1_for_an_error_alone(machine, levels, status):
     findings = tuple(Finding(level, "title", "found") for level in levels)
     machine.examination = Examination(findings=findings, profile=None)
     assert doctor.run(options_of()) == status
+
+
+def test_a_full_disk_behind_what_is_printed_is_one_line(machine, monkeypatch, refused):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert refused("doctor").endswith("No space left on device\n")
 
 
 def test_json_holds_all_that_was_found(machine, tmp_path):

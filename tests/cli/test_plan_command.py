@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
+import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -169,7 +172,7 @@ def test_what_else_can_be_done_stands_beside_the_plan_and_in_json(model, prints,
 
 
 def test_the_picture_and_its_page_are_drawn_whether_or_not_it_fits(
-    model, tmp_path, prints, capsys, refused
+    model, tmp_path, prints, capsys, refused, monkeypatch
 ):
     for size, status, last in (("1GiB", 0, "the chosen rows"), ("4MiB", 1, "offload others")):
         for name in ("plan.svg", "plan.html"):
@@ -186,6 +189,10 @@ def test_the_picture_and_its_page_are_drawn_whether_or_not_it_fits(
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
     wrong = refused("plan", model, "--picture", tmp_path / "plan.jpg")
     assert "name a picture, .svg, .png or .pdf, or a page, .html" in wrong
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
+    assert "plan.svg: disk full; " in refused("plan", model, "--picture", tmp_path / "plan.svg")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

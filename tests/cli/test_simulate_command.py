@@ -81,7 +81,7 @@ def test_the_timeline_is_that_of_the_step_with_offload(model, tmp_path, prints):
         ((), "give one described job, NAME, a FILE"),
         (("/",), "what a run has found is shown by: megatron-offload plan --from RUN"),
         (("MODEL", "--set", "offload.recompute=[nrm]"), "no kind 'nrm'; did you mean"),
-        (("MODEL", "--trace", "/"), "'/' is a folder; name a file"),
+        (("MODEL", "--trace", "/"), "--trace: '/' is a folder; name a file"),
         (("MODEL", "--machine", "TRAINER"), "trainer.yaml"),
         (("MODEL", "--trace", "/proc/x.json"), "can't write /proc/x.json"),
         (("MODEL", "--set", "model.pipeline_parallel=3"), "divide into 3 stages"),
