@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
@@ -76,11 +77,22 @@ class _Output(Console):
         return super().render_str(printable(text, super().encoding), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; a table whose words are too long for the terminal is as wide as they need."""
+        """Print; in a narrow terminal sentences of a table fold, and its words do not."""
         if self.file.isatty():
-            unbound = self.options.update(width=_WIDEST)
             for table in (one for one in objects if isinstance(one, Table)):
-                least = Measurement.get(self, unbound, table).minimum
-                if least > self.width:
-                    table.width = least
+                self._share_width(table)
         super().print(*objects, **options)
+
+    def _share_width(self, table: Table) -> None:
+        """Give each column what its longest word needs, and what is left to the narrowest first."""
+        unbound, columns = self.options.update(width=_WIDEST), list[tuple[int, int, int]]()
+        least = Measurement.get(self, unbound, table).minimum
+        table.width, spare = (least, 0) if least > self.width else (None, self.width - least)
+        for index, column in enumerate(table.columns):
+            sizes = [Measurement.get(self, unbound, x) for x in (column.header, *column.cells)]
+            word = max(size.minimum for size in sizes)
+            columns.append((max(size.maximum for size in sizes) - word, index, word))
+        for num_left, (want, index, word) in zip(count(len(columns), -1), sorted(columns)):
+            given = min(want, spare // num_left)
+            table.columns[index].width = word + given
+            spare -= given

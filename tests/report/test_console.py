@@ -91,6 +91,17 @@ def test_sentences_fold_in_a_terminal(monkeypatch):
     assert {len(line) for line in lines if line.strip()} == {40}
 
 
+@pytest.mark.parametrize(("columns", "width"), [(20, 46), (55, 55), (99, 71)])
+def test_words_of_a_table_are_whole_in_a_narrow_terminal(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, text = written(tty=True)
+    cells = "recompute attention of every layer", "expandable_segments", "98.2 GiB"
+    out.print(plain_table("", ["what is done", "", "reserved"], 1, [cells]))
+    lines = re.sub(r"\x1b\[\d+m", "", text()).splitlines()
+    assert {*" ".join(cells).split(), "reserved"} <= {*" ".join(lines).split()}
+    assert {len(line) for line in lines if line.strip()} == {width}
+
+
 @pytest.mark.parametrize("tty", [False, True])
 def test_text_is_printed_as_it_is(tty):
     out, text = written(tty=tty)
