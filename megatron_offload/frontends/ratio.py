@@ -13,7 +13,7 @@ import torch
 from megatron_offload.config import OffloadConfig
 from megatron_offload.engine.automatic import AutomaticGroups
 from megatron_offload.engine.manager import PipelineOffloadManager
-from megatron_offload.frontends.around import AroundForwards, followed
+from megatron_offload.frontends.around import AroundForwards, followed, with_nearest
 
 
 def get_tensor_memory(tensor: torch.Tensor) -> int:
@@ -68,17 +68,21 @@ class CPUOffload(AroundForwards):
             count, unless it sets a smallest one.
 
     Raises:
-        ValueError: the ratio is outside [0, 1], or a config comes for a tag that exists.
+        ValueError: the ratio is outside [0, 1], the tag is no text, or a config comes for one that
+            exists.
         ConfigError: ``config`` sets what a ratio can't follow.
     """
 
     _tags: ClassVar[dict[str, _Tag]] = {}
 
+    @with_nearest
     def __init__(
         self, offload_ratio: float = 0.1, tag: str = "default", config: OffloadConfig | None = None
     ) -> None:
         if not (hasattr(offload_ratio, "__float__") and 0 <= offload_ratio <= 1):
             raise ValueError(f"offload_ratio must be between 0 and 1, got {offload_ratio!r}")
+        if not isinstance(tag, str):
+            raise ValueError(f"a tag is a text, got {tag!r}")
         if config is not None and tag in self._tags:
             raise ValueError(f"tag {tag!r} exists: give its configuration to its first object")
         self.offload_ratio = offload_ratio

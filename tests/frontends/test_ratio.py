@@ -131,6 +131,10 @@ def test_a_ratio_outside_its_range_is_refused(ratio):
 
 def test_a_tag_is_configured_once():
     CPUOffload(0.1, "model", config())
+    with pytest.raises(ValueError, match="a tag is a text, got 3"):
+        CPUOffload(0.5, 3)
+    with pytest.raises(TypeError, match="did you mean 'offload_ratio'"):
+        CPUOffload(ratio=0.5)
     with pytest.raises(ValueError, match="tag 'model' exists"):
         CPUOffload(0.1, "model", config())
     CPUOffload.forget("model")
