@@ -163,7 +163,10 @@ def _refuse(
         write_report(given.picture, Report(source.title, alternatives=shown))
     tables = [alternative_table(shown), source.memory_table(without, error.step, what)]
     more = {"target_bytes": limit, "alternatives": shown.model_dump()["each"]}
-    return source.show(without, error.step, what, tables, verdict, more)
+    result = source.show(without, error.step, what, tables, verdict, more)
+    if given.output is not None:
+        console(quiet=given.json_).print(f"plans: none, so that {given.output} is not written")
+    return result
 
 
 def _show_found(given: Given, folder: Path) -> int:

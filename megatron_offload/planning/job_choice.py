@@ -160,7 +160,7 @@ class JobChoice:
         size, target = sizes[rank], targets[rank]
         words = (format_bytes(x, 2) for x in (target, size, size - target))
         text = (
-            "pipeline rank {} can't be brought under {}: with all that can be offloaded it still "
+            "pipeline rank {} can't be brought under {}: with what needs least it still "
             "takes {}, {} more".format(rank, *words)
         )
         if any(one.num_bytes < least.num_bytes for one in search.alternatives.values()):

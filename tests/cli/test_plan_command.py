@@ -273,6 +273,7 @@ def test_a_target_out_of_reach_is_status_1_and_says_by_how_much(model, tmp_path,
     least_mib, missing_mib = map(float, found.groups())
     assert least_mib == pytest.approx(1 + missing_mib, abs=0.02)
     assert output.read_text() == "old"
+    assert printed.endswith(f"plans: none, so that {output} is not written\n")
 
 
 def test_bandwidths_come_from_the_doctor_s_file_and_keys_win(tmp_path, model):
