@@ -6,10 +6,8 @@ Offloading is switched on for its model chunks, looked at, and planned by its ow
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -66,7 +64,7 @@ def run_training(
             for step in range(1, num_steps + 1):
                 records.append(record := trainer.train_step(step))
                 if rank_in() == 0:
-                    log.write(json.dumps(asdict(record)) + "\n")
+                    log.write(record.line())
                 if before is not None:
                     plain = before[step - 1] if before else None
                     out.print(f"{title}: step {step}/{num_steps}  {_line(record, device, plain)}")

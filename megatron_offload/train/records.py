@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pydantic_core import to_json
+
 from megatron_offload.files.strict_model import StrictModel
 from megatron_offload.observe.run_report import RankSummary
 
@@ -53,6 +55,10 @@ class StepRecord:
         (loss,) = (rank.loss for rank in ranks if rank.loss is not None)
         step_time_s = max(rank.step_time_s for rank in ranks)
         return cls(step, loss, ranks[0].grad_norm, step_time_s, tokens, tuple(ranks))
+
+    def line(self) -> str:
+        """Return it as a line of JSON, in which what is no number is the text ``"NaN"``."""
+        return to_json(self, inf_nan_mode="strings").decode() + "\n"
 
 
 def summarize(steps: Sequence[StepRecord], traced_step: int = 0) -> dict[str, Any]:

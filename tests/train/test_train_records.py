@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -26,6 +27,14 @@ def test_the_median_leaves_out_the_first_step_and_one_that_was_unlike_the_others
     assert summarize(steps)["step_time_s"] == 2.5
     assert summarize(steps[:1])["step_time_s"] is None
     assert summarize(steps[:2], traced_step=2)["step_time_s"] is None
+
+
+def test_a_line_is_json_with_all_bits_whatever_the_loss_is():
+    tiny = record(loss=math.nextafter(0.1, 1.0), grad_norm=1e-5)
+    assert json.loads(tiny.line()) == json.loads(json.dumps(asdict(tiny)))
+    for loss, written in ((math.nan, "NaN"), (-math.inf, "-Infinity")):
+        found = json.loads(record(loss=loss).line(), parse_constant=pytest.fail)
+        assert (found["loss"], found["ranks"][1]["loss"]) == (written, written)
 
 
 def test_a_step_before_rows_are_found_counts_for_no_peak_and_no_time():
