@@ -133,7 +133,7 @@ class JobChoice:
         bare_bytes = search.judged[0].num_bytes
         plans = [
             FoundPlan(
-                rows=one.ranks.rows(),
+                rows=one.rows(),
                 freed_bytes=max(0, bare_bytes - num_bytes),
                 predicted_percent=100 * (one.step.step_us / self.without.step_us - 1),
                 slow_link_percent=_slow_percent(search, one),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -38,22 +38,11 @@ class Family(NamedTuple):
     """Of the link."""
 
 
-class Ranks(NamedTuple):
-    """What all ranks do."""
-
-    family: Family
-    plans: tuple[Plan, ...]
-
-    def rows(self) -> tuple[RowConfig, ...]:
-        """Return the plans as a person writes them."""
-        actions = {number: x for plan in self.plans for number, x in plan.actions.items()}
-        return Plan.of(actions).rows()
-
-
 class Judged(NamedTuple):
     """Plans of all ranks, and what they need and take."""
 
-    ranks: Ranks
+    family: Family
+    plans: tuple[Plan, ...]
     step: Simulation
     num_bytes: int
     """Of the fullest rank, less what it may need more than others."""
@@ -66,6 +55,11 @@ class Judged(NamedTuple):
     def copied_bytes(self) -> int:
         """What all ranks copy to the host."""
         return sum(rank.offloaded_bytes for rank in self.step.ranks)
+
+    def rows(self) -> tuple[RowConfig, ...]:
+        """Return the plans as a person writes them."""
+        actions = {number: x for plan in self.plans for number, x in plan.actions.items()}
+        return Plan.of(actions).rows()
 
 
 class Judge:
@@ -170,22 +164,23 @@ class Judge:
         return [layers.paced(plan, actions) for plan in plans]
 
     def _replayed(self, rank: int, plan: Plan) -> RankStep:
-        key = _key(rank, plan)
+        key = rank, tuple((number, action.parts) for number, action in plan.actions.items())
         if key not in self._steps:
             self._steps[key] = replayed(self._job, rank, plan.rows(), self._settings)
             work = _REPLAY_US if self._steps[key].copy_bytes else _BARE_REPLAY_US
             self._work_us += work * self._boundaries[rank]
         return self._steps[key]
 
-    def _judge(self, ranks: Ranks) -> Judged:
-        steps = [self._replayed(rank, plan) for rank, plan in enumerate(ranks.plans)]
+    def _judge(self, family: Family, each: Iterable[Plan]) -> Judged:
+        plans = tuple(each)
+        steps = [self._replayed(rank, plan) for rank, plan in enumerate(plans)]
         key = tuple(map(id, steps))
         if key not in self._found:
             step, percent = self._simulated(self._job, steps)
             pairs = zip(steps, self._offsets, strict=True)
             num_bytes = max(rank.peak_reserved_bytes - offset for rank, offset in pairs)
             host_bytes = node_bytes(self._job, [rank.peak_host_bytes for rank in steps])
-            self._found[key] = Judged(ranks, step, num_bytes, host_bytes, percent)
+            self._found[key] = Judged(family, plans, step, num_bytes, host_bytes, percent)
         return self._found[key]
 
     def slow_percent(self, one: Judged) -> float:
@@ -201,10 +196,6 @@ class Judge:
         step = simulate_ranks(job, steps)
         self._work_us += _OP_US * sum(len(rank.kinds) for rank in steps)
         return step, math.ceil(1e4 * (step.step_us / self._bare.step_us - 1) - 1e-4) / 100
-
-
-def _key(rank: int, plan: Plan) -> tuple[object, ...]:
-    return rank, tuple((number, action.parts) for number, action in plan.actions.items())
 
 
 def replayed(job: Job, rank: int, rows: Sequence[RowConfig], limits: RankSettings) -> RankStep:

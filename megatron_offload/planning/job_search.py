@@ -25,7 +25,7 @@ from operator import attrgetter
 from megatron_offload.core.row_config import UNITS, RowConfig
 from megatron_offload.planning.frontier import Action, Part, Plan, frontier
 from megatron_offload.planning.job import Job, RankSettings
-from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Family, Judge, Judged, Ranks
+from megatron_offload.planning.job_judge import SLOW_LINK_SHARE, Family, Judge, Judged
 from megatron_offload.planning.job_rows import alternatives, units_of
 from megatron_offload.planning.simulate import Simulation
 
@@ -67,12 +67,12 @@ class Search(Judge):
         self._families = [Family(own, share) for share, own in product(_LINK_SHARES, sets)]
         self._losses = list[tuple[float, float]]()  # of loads
         rows = alternatives(job, settings)
-        self.alternatives = {what: self._judge(self._written(own)) for what, own in rows}
+        self.alternatives = {what: self._written(own) for what, own in rows}
         self._work_us *= _WRITTEN
         fullest = max(self._ranks, key=self._bare_bytes)
         freeing = (x for x in self._families if x.share == max(_LINK_SHARES))
         most = min(freeing, key=lambda x: self._predicted(fullest, x, self.plans(fullest, x)[-1]))
-        self._judge(Ranks(most, tuple(self.plans(rank, most)[-1] for rank in self._ranks)))
+        self._judge(most, (self.plans(rank, most)[-1] for rank in self._ranks))
         self._fill_gaps(self._allowed, percent_of, _WAYS, 1.0)
         self.judged = self._allowed()
         names = ("_found", "_steps", "_errors", "_losses")
@@ -152,14 +152,14 @@ class Search(Judge):
         if not times and less.num_bytes <= there < more.num_bytes:
             level = there
         self._near_bytes = gap_bytes // 8
-        units, plans = more.ranks.family.units, more.ranks.plans
+        units, plans = more.family.units, more.plans
         if way in ("anew", "next"):
             number = 2 * times + (way == "next")
             for family, (load, percent) in self._promising(level)[number:][:1]:
-                fitting = [
+                fitting = (
                     self._fitting(x, family, level, self.plans(x, family)) for x in self._ranks
-                ]
-                one = self._judge(Ranks(family, tuple(fitting)))
+                )
+                one = self._judge(family, fitting)
                 insort(self._losses, (load, one.percent - percent))
         elif way == "single":
             self._polish(level if times % 2 else more.num_bytes - 1)
@@ -171,12 +171,12 @@ class Search(Judge):
                 choices = {x: (now, *own[x]) for x, now in plan.actions.items()}
                 link = self.layers(rank, units).link_bytes(SLOW_LINK_SHARE * family.share)
                 freeing.append(self._fitting(rank, family, level, frontier([choices], link)))
-            self._judge(Ranks(family, tuple(freeing)))
+            self._judge(family, freeing)
 
     def _polish(self, level: int) -> None:
         """Let single layers of the quickest plan that fits a level do what is quicker."""
         best, last = min((x for x in self._allowed() if x.num_bytes <= level), key=percent_of), None
-        most_work_us, family = self._work_us + _POLISHED * _MOST_WORK_US, best.ranks.family
+        most_work_us, family = self._work_us + _POLISHED * _MOST_WORK_US, best.family
         changes = [
             (rank, number, action)
             for rank in self._ranks
@@ -186,13 +186,13 @@ class Search(Judge):
         while best is not last:
             last = best
             for rank, number, action in changes:
-                plans = best.ranks.plans
+                plans = best.plans
                 now, plan = plans[rank], Plan.of({**plans[rank].actions, number: action})
                 least_bytes = now.freed_bytes + best.num_bytes - level
                 if plan.us >= now.us or plan.freed_bytes < least_bytes:
                     continue
                 if self._replayed(rank, plan).peak_reserved_bytes - self._offsets[rank] <= level:
-                    one = self._judge(Ranks(family, (*plans[:rank], plan, *plans[rank + 1 :])))
+                    one = self._judge(family, (*plans[:rank], plan, *plans[rank + 1 :]))
                     if one.host_bytes <= self._host_bytes:
                         best = min(best, one, key=percent_of)
                 if self._work_us >= most_work_us:
@@ -213,8 +213,8 @@ class Search(Judge):
         pairs = ((family, self._counted(family, level)) for family in self._families)
         return sorted(((family, x) for family, x in pairs if x is not None), key=hope)
 
-    def _written(self, rows: Sequence[RowConfig]) -> Ranks:
-        """Return what rows say, in the actions of layers."""
+    def _written(self, rows: Sequence[RowConfig]) -> Judged:
+        """Return what rows do, in the actions of layers."""
         units = tuple(row.site for row in rows if row.site in UNITS)
         plans = []
         for rank in self._ranks:
@@ -228,7 +228,7 @@ class Search(Judge):
                 own = (x for x in actions if {*parts} <= {*x.parts})
                 taken[number] = next(own, Action((*actions[0].parts, *parts)))
             plans.append(Plan.of(taken))
-        return Ranks(Family(units, 1.0), tuple(plans))
+        return self._judge(Family(units, 1.0), plans)
 
 
 def frontier_of(found: Iterable[Judged], took: Callable[[Judged], float]) -> list[Judged]:
