@@ -57,9 +57,8 @@ def leave_all(manager: PipelineOffloadManager) -> None:
     """Take off all that `adopt_model` and `keep_head` have set for this manager."""
     for model, adopted in [*_adopted.items()]:
         if is_adopted_by(model, manager):
-            _leave(ref(model), adopted)
             unhook({keep_head}, model.modules())
-            sweep(model.modules())
+            _leave(ref(model), adopted)
 
 
 def _leave(model: ref[nn.Module], adopted: object) -> None:
@@ -70,6 +69,7 @@ def _leave(model: ref[nn.Module], adopted: object) -> None:
         modules = named_modules(found)
         recompute_modules(modules, {}, lambda: None)
         unhook(_HOOKS, modules.values())
+        sweep(found.modules())
 
 
 def _note_threads(find_manager: FindManager, module: nn.DataParallel, *given: object) -> None:

@@ -49,7 +49,7 @@ class EagerHook(ModuleHook):
     """A hook that does nothing inside a compiled graph, and doesn't end it.
 
     A graph is compiled anew where a module has gained or lost a hook. So one that has never run, as
-    it is in a graph, stays where it was when it is taken off, and serves the next of its ``tag``.
+    in a graph, remains on its module when it is taken off, and serves the next of its ``tag``.
     """
 
     __slots__ = ("handle", "has_run", "tag")
@@ -107,7 +107,7 @@ def unhook(owners: Set[Hashable], modules: Iterable[nn.Module]) -> None:
 
 
 def sweep(modules: Iterable[nn.Module]) -> None:
-    """Take off every `EagerHook` that has stayed, though it was taken off."""
+    """Take off every `EagerHook` that remains, though it was taken off."""
     for module in modules:
         for hook in [hook for hooks in _tables_of(module) for hook in hooks.values()]:
             if isinstance(hook, EagerHook) and hook.hook == hook.take_off:

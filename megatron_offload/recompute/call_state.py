@@ -154,12 +154,12 @@ def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
 
 
 def other_states() -> tuple[Any, Any]:
-    """Return what tells Python's and numpy's states, which aren't put back, from later ones."""
-    python = _told_apart(_python_words) if _is_known else random.getstate()
+    """Return what of Python's and numpy's states, which aren't put back, differs in later ones."""
+    python = _mark_of(_python_words) if _is_known else random.getstate()
     of_numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(of_numpy) is not np.random.MT19937:
         return python, repr(of_numpy.state)
-    return python, _told_apart(_numpys(of_numpy))
+    return python, _mark_of(_numpys(of_numpy))
 
 
 def _words_at(address: int) -> Any:
@@ -167,8 +167,8 @@ def _words_at(address: int) -> Any:
     return (c_uint * 625).from_address(address)
 
 
-def _told_apart(words: Any) -> tuple[int, int, int]:
-    """Return its position, which Python has first and numpy last, and the word next to it.
+def _mark_of(words: Any) -> tuple[int, int, int]:
+    """Return its position, which Python has first and numpy last, and two of its other words.
 
     Each draw moves the position on; where it begins anew all words are others.
     """
