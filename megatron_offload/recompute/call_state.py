@@ -12,10 +12,9 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from ctypes import c_uint
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product, starmap
 from operator import call
 from typing import Any, ClassVar
 
@@ -184,24 +183,23 @@ _python_words = _words_at(id(random._inst) + object.__basicsize__)
 _is_known = random.getstate()[1] == (*_python_words[1:], _python_words[0])
 
 
-def _generators(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
-    """Yield the host's generator and those of devices, as far as these have one each."""
-    yield torch.default_generator
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return the host's generator and those of devices, as far as these have one each."""
+    found = [torch.default_generator]
     for device in devices:
-        yield from getattr(getattr(torch, device.type), "default_generators", ())[device.index :][
-            :1
-        ]
+        own = getattr(getattr(torch, device.type), "default_generators", ())
+        found += own[device.index : device.index + 1]
+    return found
 
 
 class RandomStates:
-    """The states when this is made: of the host, of these devices, and of the tracker."""
+    """The states when this is made: of these generators, and of the tracker."""
 
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._generators = [*_generators(devices)]
-        self._read()
+    __slots__ = ("_generators", "_states", "_tracked")
 
-    def _read(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._states = [generator.get_state() for generator in generators]
         self._tracked = _tracked()
         for name, state in self._tracked.items():
             if isinstance(state, torch.Generator):  # as CUDA graphs may use
@@ -209,20 +207,16 @@ class RandomStates:
 
     def now(self) -> RandomStates:
         """Return the states of the same as they are now."""
-        found = copy(self)
-        found._read()
-        return found
+        return RandomStates(self._generators)
 
     def are_current(self) -> bool:
         """Whether nothing was drawn since."""
         now = self.now()
-        return now._tracked.keys() == self._tracked.keys() and all(
-            map(
-                torch.equal,
-                (*now._states, *now._tracked.values()),
-                (*self._states, *map(self._tracked.__getitem__, now._tracked)),
-            )
-        )
+        if now._tracked.keys() != self._tracked.keys():
+            return False
+        tracked = zip(self._tracked.values(), map(now._tracked.get, self._tracked), strict=True)
+        both = chain(zip(self._states, now._states, strict=True), tracked)
+        return all(starmap(torch.equal, both))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that draws from these; behind it all is as it was before."""

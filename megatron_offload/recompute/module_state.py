@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain, compress
-from operator import attrgetter, is_not
+from operator import attrgetter, getitem, is_, itemgetter, setitem
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,8 @@ from megatron_offload.errors import StateError
 from megatron_offload.model_map.module_hooks import is_own_hook
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_UNCOPIED = frozenset(vars(nn.Module()))
-"""What each module has, and no forward changes."""
+_UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
+"""What each module has that no forward reads."""
 
 _COPY: dict[type, Callable[[Any], Any]] = {
     list: list.copy,
@@ -106,41 +105,37 @@ class ModuleLayout:
     """
 
     def __init__(self, tables: Sequence[_Table]) -> None:
-        self._names = [*chain.from_iterable(tables)]
-        self._numbers = [i for i, table in enumerate(tables) for _ in table]
-        self._types = [*map(type, _values_in(tables))]
+        self._sizes = [*map(len, tables)]
+        places = [(i, x) for i, table in enumerate(tables) for x in table if x not in _UNREAD]
+        self._numbers, self._names = zip(*places, strict=True)
+        self._owners = itemgetter(*self._numbers)
+        values = [*map(getitem, self._owners(tables), self._names)]
+        self._types = [*map(type, values)]
         of_parameters = range(len(tables) // 4, len(tables) // 2)
         changing = [i for i, kind in enumerate(self._types) if _may_change(kind)]
-        changing = [i for i in changing if self._names[i] not in _UNCOPIED]
+        changing = [i for i in changing if self._names[i] not in _TABLES]
         self.parameters = [i for i in changing if self._numbers[i] in of_parameters]
         self.changing = [i for i in changing if self._numbers[i] not in of_parameters]
 
-    def _has_names_of(self, tables: Sequence[_Table]) -> bool:
-        return [*chain.from_iterable(tables)] == self._names
-
     def read(self, tables: Sequence[_Table]) -> list[Any] | None:
         """Return the values in these tables; None where their names or classes are others."""
-        values = _values_in(tables)
-        is_known = self._has_names_of(tables) and [*map(type, values)] == self._types
-        return values if is_known else None
+        if [*map(len, tables)] != self._sizes:
+            return None
+        try:
+            values = [*map(getitem, self._owners(tables), self._names)]
+        except KeyError:
+            return None
+        return values if [*map(type, values)] == self._types else None
 
     def put(self, tables: Sequence[_Table], values: Sequence[Any]) -> None:
         """Give the tables these values, and nothing besides."""
-        changed: Iterable[int] = range(len(values))
-        if self._has_names_of(tables):
-            changed = compress(changed, map(is_not, values, _values_in(tables)))
         # These are put first, so that an interrupt leaves no empty module.
-        for i in changed:
-            tables[self._numbers[i]][self._names[i]] = values[i]
-        if sum(map(len, tables)) != len(values):
+        deque(map(setitem, self._owners(tables), self._names, values), maxlen=0)
+        if [*map(len, tables)] != self._sizes:
             known = {*zip(self._numbers, self._names, strict=True)}
             for i, table in enumerate(tables):
-                for name in [x for x in table if (i, x) not in known]:
+                for name in [x for x in table if x not in _UNREAD and (i, x) not in known]:
                     del table[name]
-
-
-def _values_in(tables: Sequence[_Table]) -> list[Any]:
-    return [*chain.from_iterable(map(_Table.values, tables))]
 
 
 def _read(tables: Sequence[_Table], layout: ModuleLayout | None) -> tuple[ModuleLayout, list[Any]]:
@@ -226,7 +221,8 @@ class ModuleState:
 
         try:
             _set_flags(given, self._need_grad)  # else the call might save other tensors
-            self.layout.put(self._tables, values)
+            if layout is not self.layout or not all(map(is_, values, now)):
+                self.layout.put(self._tables, values)
             return function()
         finally:
             try:

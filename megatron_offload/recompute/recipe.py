@@ -38,7 +38,12 @@ from megatron_offload.errors import CorruptionError
 from megatron_offload.memory.checksum import checksum
 from megatron_offload.memory.layout import TensorLayout, bytes_of, layout_of
 from megatron_offload.memory.storage_ref import StorageRef
-from megatron_offload.recompute.call_state import RandomStates, devices_of, outside_vmap
+from megatron_offload.recompute.call_state import (
+    RandomStates,
+    devices_of,
+    generators_of,
+    outside_vmap,
+)
 from megatron_offload.recompute.module_state import Constants
 from megatron_offload.recompute.proof import Proof, other_bits
 
@@ -387,7 +392,7 @@ class FunctionRecipe:
         with ExitStack() as undo:
             undo.callback(random.setstate, random.getstate())
             undo.callback(np.random.set_state, np.random.get_state(legacy=False))
-            return RandomStates(devices_of(parts)).run(self.again, *parts)
+            return RandomStates(generators_of(devices_of(parts))).run(self.again, *parts)
 
     def _is_as_before(self, made: torch.Tensor) -> bool:
         is_plain = type(made) is torch.Tensor and made.storage_offset() == 0

@@ -24,7 +24,7 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.nested import is_wrapper, tensors_in
-from megatron_offload.recompute.call_state import CallState, RandomStates, devices_of
+from megatron_offload.recompute.call_state import CallState, RandomStates, devices_of, generators_of
 from megatron_offload.recompute.module_state import lasting
 from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.proof import Proof
@@ -190,7 +190,8 @@ def recomputable(
     chunk = None if manager is None else manager.recorded_chunk()
     if chunk is None or (preserve_rng_state and chunk.transfers.backend.is_capturing()):
         return function(*inputs)  # a capture can't read the random state
-    states = RandomStates(devices_of(tensors_in(inputs))) if preserve_rng_state else None
+    generators = generators_of(devices_of(tensors_in(inputs)))
+    states = RandomStates(generators) if preserve_rng_state else None
     call_state = CallState(states, keeps_grad=True)
     output = function(*inputs)
     add_recipe(chunk, output, function, inputs, unit=unit, state=call_state)

@@ -42,7 +42,12 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_of
 from megatron_offload.model_map.structure import layers_of, modules_within
 from megatron_offload.model_map.watch import SavedMemory
-from megatron_offload.recompute.call_state import RandomStates, are_captured, devices_of
+from megatron_offload.recompute.call_state import (
+    RandomStates,
+    are_captured,
+    devices_of,
+    generators_of,
+)
 from megatron_offload.recompute.module_state import ModuleState
 from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
@@ -149,7 +154,7 @@ class SiteHooks:
         if is_captured and state.training not in site.proven_in.keys() - site.drawn_in:
             site.warn("it draws random numbers, or may, and a graph is captured")
             return None
-        states = None if is_captured or not site.draws else RandomStates(devices)
+        states = None if is_captured or not site.draws else RandomStates(generators_of(devices))
         how = site, manager, state, function, leaves, states
         if not site.drops_inside:
             return ModuleCall(*how)

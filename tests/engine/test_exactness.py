@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import in_group, make_manager
 
-from megatron_offload.recompute.call_state import RandomStates
+from megatron_offload.recompute.call_state import RandomStates, generators_of
 
 SIZE = 64
 
@@ -223,11 +223,11 @@ class Tracker:
 def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypatch):
     home = types.SimpleNamespace(_CUDA_RNG_STATE_TRACKER=(tracker := Tracker()))
     monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", home)
-    states = RandomStates()
+    states = RandomStates(generators_of([]))
     assert states.are_current()
     first, generator = tracker.draw(), tracker.states_["graph"]
     assert not states.are_current()
-    behind = RandomStates()
+    behind = RandomStates(generators_of([]))
     for _ in range(2):
         assert torch.equal(states.run(tracker.draw), first)
         assert behind.are_current()
