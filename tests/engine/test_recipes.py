@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_manager, twice
 from recipe_programs import TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
+
+from megatron_offload.recompute.recipe import taken_apart
 
 
 def dropout_of_norm(x):
@@ -256,3 +259,17 @@ def test_an_error_of_the_function_is_the_program_s_and_harms_nothing():
             manager.abort()
         assert_same(expected, run(manager, of(function)))
         assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: deque([x])])
+def test_what_a_call_is_given_is_taken_apart_and_put_together(wrap, is_named):
+    x, y = torch.ones(1), torch.ones(2)
+
+    def call(*args, **kwargs):
+        return args, kwargs
+
+    args, kwargs = ((x,), {"inner": wrap(y)}) if is_named else ((x, wrap(y)), {})
+    again, leaves = taken_apart(call, args, kwargs)
+    assert [*leaves] == [x, y]
+    assert again(*leaves) == (args, kwargs)

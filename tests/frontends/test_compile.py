@@ -181,16 +181,18 @@ def test_rows_that_a_run_has_found_end_no_graph():
 
 @pytest.mark.by_default
 def test_a_function_around_a_model_is_compiled_once_in_a_search():
+    from llama_programs import make_model as make_llama
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    policy = {"kind": "auto", "most_slowdown_percent": 300}
-    config = make_config(policy=policy, min_tensor_bytes=0, recompute=["layer"])
-    model, counter = make_model(), CompileCounterWithBackend("eager")
+    found = {"policy": {"kind": "auto", "most_slowdown_percent": 300}, "min_tensor_bytes": 0}
+    config = OffloadConfig(backend="simulated", simulated={"host_time": True}, **found)
+    model, counter = make_llama(None), CompileCounterWithBackend("eager")
+    ids = torch.ones(2, 8, dtype=torch.long)
     context = get_act_offloading_ctx_manager(model, config=config, warn_if_no_head=False)
-    called = torch.compile(lambda x: model(x).square().mean(), backend=counter, fullgraph=True)
+    called = torch.compile(lambda: model(ids, labels=ids, use_cache=False).loss, backend=counter)
     for _ in range(24):
         with context:
-            loss = called(torch.randn(4, 32))
+            loss = called()
         loss.backward()
     assert context.manager.tuner.is_converged
     assert counter.frame_count == 1
