@@ -46,7 +46,7 @@ _NAMED = """cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkl
 """Switches of ``torch._C``, as ``_get_`` and ``_set_`` end, but for the last four: of these
 ``_set_sdp_use_flash`` is the first one's."""
 
-_PRECISIONS = product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))
+_PRECISIONS = ("generic", "all"), *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))
 """Of float32, by backend and kind of operation."""
 
 

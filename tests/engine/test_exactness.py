@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import in_group, make_manager
 
-from megatron_offload.recompute.call_state import RandomStates, generators_of
+from megatron_offload.recompute.call_state import CallState, RandomStates, generators_of
 
 SIZE = 64
 
@@ -235,3 +235,22 @@ def test_the_host_and_the_tracker_draw_again_and_go_on_where_they_were(monkeypat
     torch.rand(3, generator=generator)  # of the tracker alone counts too
     assert not behind.are_current()
     assert not torch.equal(tracker.draw(), first)
+
+
+@pytest.mark.parametrize("backend", ["generic", "cuda"])
+def test_a_call_runs_again_in_the_precision_that_it_had(backend):
+    def found():
+        kinds = [("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")]
+        return [torch._C._get_fp32_precision_getter(*kind) for kind in kinds]
+
+    state, before = CallState(), found()
+    try:
+        torch._C._set_fp32_precision_setter(backend, "all", "tf32")
+        now = found()
+        assert now != before
+        assert state.run(found) == before
+        assert found() == now
+    finally:
+        for kind in ("generic", "cuda", "mkldnn"):
+            for part in ("all", "matmul", "conv", "rnn") if kind != "generic" else ("all",):
+                torch._C._set_fp32_precision_setter(kind, part, "none")
