@@ -16,14 +16,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from itertools import repeat
 from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from megatron_offload.backends.base import Event, Stream
 from megatron_offload.core.profile import GroupKey
@@ -47,10 +44,6 @@ from megatron_offload.recompute.call_state import (
 from megatron_offload.recompute.module_state import Constants
 from megatron_offload.recompute.proof import Proof, other_bits
 
-_CONTAINERS = (list, tuple, dict)
-_NODES = pytree.SUPPORTED_NODES.keys()
-"""Classes that torch takes apart."""
-
 MOST_IN_A_ROW = 3
 """Recipes of which each needs what the one before makes."""
 
@@ -61,34 +54,6 @@ _ROW_IS_KEPT = (
     "rows: what {!r} returns is kept: it doesn't save what it takes, so that to recompute it would "
     "take as much memory"
 )
-
-
-def taken_apart(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """Return a call as one of a function that takes what the arguments' lists and dicts hold.
-
-    So tensors in them are inputs as any other, and who changes a list afterwards changes nothing.
-    """
-    leaves = (*args, *kwargs.values()) if kwargs else args
-    if any(map(isinstance, leaves, repeat(_CONTAINERS))) or not _NODES.isdisjoint(
-        map(type, leaves)
-    ):
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-        return partial(_call, function, spec), leaves
-    if not kwargs:
-        return function, args
-    return partial(_call_by_name, function, tuple(kwargs)), leaves
-
-
-def _call(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return function(*args, **kwargs)
-
-
-def _call_by_name(function: Callable[..., Any], names: Sequence[str], *leaves: Any) -> Any:
-    first = len(leaves) - len(names)
-    return function(*leaves[:first], **dict(zip(names, leaves[first:], strict=True)))
 
 
 class Input(SavedTensor):

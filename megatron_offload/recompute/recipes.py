@@ -24,11 +24,12 @@ from megatron_offload.engine.marks import is_parameter
 from megatron_offload.engine.transfers import Transfers
 from megatron_offload.memory.layout import layout_of
 from megatron_offload.memory.nested import is_wrapper, tensors_in
+from megatron_offload.recompute.arguments import taken_apart
 from megatron_offload.recompute.call_state import CallState, RandomStates, devices_of, generators_of
 from megatron_offload.recompute.module_state import lasting
 from megatron_offload.recompute.patches import Call
 from megatron_offload.recompute.proof import Proof
-from megatron_offload.recompute.recipe import FunctionRecipe, Input, taken_apart
+from megatron_offload.recompute.recipe import FunctionRecipe, Input
 
 T = TypeVar("T")
 

@@ -42,6 +42,7 @@ from megatron_offload.model_map.offload_site import FindManager
 from megatron_offload.model_map.sites import call_refusal, parts_of
 from megatron_offload.model_map.structure import layers_of, modules_within
 from megatron_offload.model_map.watch import SavedMemory
+from megatron_offload.recompute.arguments import taken_apart
 from megatron_offload.recompute.call_state import (
     RandomStates,
     are_captured,
@@ -49,7 +50,6 @@ from megatron_offload.recompute.call_state import (
     generators_of,
 )
 from megatron_offload.recompute.module_state import ModuleState
-from megatron_offload.recompute.recipe import taken_apart
 from megatron_offload.recompute.recipes import note_recipe
 from megatron_offload.recompute.site_call import ModuleCall, Site, SiteCall, TriedCall, first_of
 from megatron_offload.recompute.transformer_engine import is_quantising

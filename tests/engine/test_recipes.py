@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from programs import TIMINGS, assert_nothing_left, assert_same, in_group, make_manager, twice
 from recipe_programs import TENSOR_BYTES, WIDTH, check, make, of, one_group, rows, run, save
 
-from megatron_offload.recompute.recipe import taken_apart
+from megatron_offload.recompute.arguments import taken_apart
 
 
 def dropout_of_norm(x):
