@@ -9,6 +9,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter, getitem, is_, itemgetter, setitem
 from typing import Any, TypeVar
 
@@ -24,13 +25,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _UNREAD = frozenset(vars(nn.Module())) - {"training", *_TABLES}
 """What each module has that no forward reads."""
 
-_COPY: dict[type, Callable[[Any], Any]] = {
-    list: list.copy,
-    dict: dict.copy,
-    set: set.copy,
-    deque: deque.copy,
-}
-_CONTAINERS = tuple(_COPY)
+_CONTAINERS = (list, dict, set, deque)
 _CHANGING = (torch.Tensor, torch.Generator, *_CONTAINERS)
 """Classes of what is a tensor, or may change of itself."""
 
@@ -239,15 +234,10 @@ def _set_flags(tensors: Sequence[torch.Tensor], flags: list[bool]) -> None:
             x.requires_grad_(flag)
 
 
-class _Kinds(dict[type, bool]):
-    """By class whether it is one of a tensor, or of what may change of itself."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, _CHANGING)
-        return self[kind]
-
-
-_may_change = _Kinds().__getitem__
+@cache
+def _may_change(kind: type) -> bool:
+    """Whether a class is one of tensors, or of what may change of itself."""
+    return issubclass(kind, _CHANGING)
 
 
 def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | None = None) -> Any:
@@ -258,8 +248,8 @@ def _copy_of(value: Any, known: dict[int, Any], tensors: list[torch.Tensor] | No
     if (name := id(value)) in known:
         return known[name]
     copied: Any = value
-    if (copy_plain := _COPY.get(type(value))) is not None:  # as nearly all are
-        known[name] = copied = copy_plain(value)
+    if type(value) in _CONTAINERS:  # as nearly all are
+        known[name] = copied = value.copy()
         if value:
             _copy_inner(value, copied, known, tensors)
     elif isinstance(value, torch.Tensor):
@@ -285,5 +275,5 @@ def _copy_inner(
     if not any(map(_may_change, map(type, inner))) or isinstance(value, set):
         return
     for key, one in [*(value.items() if is_dict else enumerate(value))]:
-        if _may_change(type(one)) and (other := _copy_of(one, known, tensors)) is not one:
+        if isinstance(one, _CHANGING) and (other := _copy_of(one, known, tensors)) is not one:
             copied[key] = other
